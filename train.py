@@ -255,8 +255,7 @@ def set_up(args, report=print):
     precision = optim.MixedPrecision(model, dtype)
     masters = dict(precision.named_masters())
     optimizer = optim.make_optimizer(
-        args.optimizer, optim.parameter_groups(masters.items(), args.weight_decay), args.lr,
-        device=device)
+        args.optimizer, optim.parameter_groups(masters.items(), args.weight_decay), args.lr)
     run = Run(args, device, model, precision, optimizer, optim.LossScaler(dtype), batches,
               validation, tokenizer, train_stream, validation_stream,
               measure_peak(device, args.dtype))

@@ -1,0 +1,341 @@
+"""Mixture of experts: each token is worked on by a few of many small feed-forward networks.
+
+    x (n, d) -> router scores (n, e) -> top-k expert ids and gate weights (n, k)
+      dispatch: each token's k copies, sorted by expert        (n k, d)
+      experts:  one SwiGLU per expert on its own stretch of rows
+      combine:  each token's k results, weighted and added up  (n, d)   + shared experts(x)
+
+No token is dropped and none is padded to a capacity: an expert's stretch is as long as it is.
+Balance comes from a bias that is added to an expert's score when experts are chosen, and only then:
+after each step it rises a little for experts with fewer tokens than the mean and falls for the
+others. A balance loss per sequence complements it; its gradient enters backward right here, so that
+it needs no way through the rest of the model. Tokens are counted in backward too: recomputation
+repeats forwards and evaluation has no backward, so neither counts a token twice.
+
+Shapes: n tokens (b sequences of s), d width, e experts, k experts per token, m expert width.
+
+Papers: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (2405.04434, section 2.2),
+auxiliary-loss-free balancing (2408.15664), GShard (2006.16668), Switch (2101.03961).
+Course: 16:49:58 mixture of experts from first principles.
+
+    python moe.py            routes eight tokens by hand, checks all gradients; prints PASS
+    python moe.py --bench    a MoE layer beside the dense layer of equal active FLOPs
+"""
+import argparse
+import math
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class SiluProduct(torch.autograd.Function):
+    """silu(gate) * up, keeping gate and up alone for backward (autograd would keep silu(gate) too).
+
+    With sigma the logistic function, silu(g) = g sigma(g); d silu = sigma(g) (1 + g (1 - sigma(g))).
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * (w3 x)): w1 is the gate, w3 the up and w2 the down projection (2002.05202)."""
+
+    def __init__(self, dim, inter_dim):
+        super().__init__()
+        self.w1 = nn.Linear(dim, inter_dim, bias=False)
+        self.w3 = nn.Linear(dim, inter_dim, bias=False)
+        self.w2 = nn.Linear(inter_dim, dim, bias=False)
+
+    def product(self, gate, up):
+        return SiluProduct.apply(gate, up)
+
+    def forward(self, x):
+        return self.w2(self.product(self.w1(x), self.w3(x)))
+
+
+class GroupedLinear(torch.autograd.Function):
+    """rows of x times the transposed matrix of their expert, each product written in its place.
+
+    x (n, i) sorted by expert, weight (e, o, i), counts: a list of e numbers of rows -> (n, o).
+    Backward: grad_x = grad weight, grad_weight = grad^T x, expert by expert; an expert without rows
+    gets a gradient of zeros.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, counts):
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        out = x.new_empty(len(x), weight.shape[1])
+        for rows, y, w in zip(x.split(counts), out.split(counts), weight):
+            if len(rows):
+                torch.mm(rows, w.T, out=y)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        for g, rows, gx, w, gw in zip(grad.split(ctx.counts), x.split(ctx.counts),
+                                      grad_x.split(ctx.counts), weight, grad_weight):
+            if len(rows):
+                torch.mm(g, w, out=gx)
+                torch.mm(g.T, rows, out=gw)
+            else:
+                gw.zero_()
+        return grad_x, grad_weight, None
+
+
+def grouped_linear(x, weight, counts):
+    """GroupedLinear, or torch's grouped product where it has a kernel for it: bfloat16 on a GPU,
+    with rows of a multiple of 16 bytes. (On a CPU torch runs the same loop.)
+
+    x (n, i), weight (e, o, i), counts (e,) -> (n, o).
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16 and not (x.shape[1] % 8 or weight.shape[1] % 8):
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return GroupedLinear.apply(x, weight, counts.tolist())
+
+
+class Experts(nn.Module):
+    """e SwiGLUs, their matrices stacked: w1 and w3 (e, m, d), w2 (e, d, m)."""
+
+    def __init__(self, num_experts, dim, moe_inter_dim):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_experts, moe_inter_dim, dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, moe_inter_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, moe_inter_dim))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+    def product(self, gate, up):
+        return SiluProduct.apply(gate, up)
+
+    def forward(self, x, counts):
+        """x (n, d) sorted by expert, counts (e,) int64, rows of each expert -> (n, d)."""
+        hidden = self.product(grouped_linear(x, self.w1, counts),
+                              grouped_linear(x, self.w3, counts))  # (n, m)
+        return grouped_linear(hidden, self.w2, counts)
+
+
+class Rearrange(torch.autograd.Function):
+    """rows[index], where each row is taken `copies` times and `inverse` says where each copy went:
+    backward gathers the copies' gradients and adds them, which is faster than scattering them, and
+    always adds in the same order."""
+
+    @staticmethod
+    def forward(ctx, rows, index, inverse, copies):
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inverse, = ctx.saved_tensors
+        grad = grad.index_select(0, inverse)
+        if ctx.copies > 1:
+            grad = grad.unflatten(0, (-1, ctx.copies)).sum(1)
+        return grad, None, None, None
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses top_k of them.
+
+    score_func sigmoid (V3) or softmax (V2); route_norm divides the chosen scores by their sum;
+    route_scale multiplies the gate weights; with n_group > 1 a token chooses among the experts of
+    its best topk_group groups only. Scores are float32 (float64 when training in float64).
+    """
+
+    def __init__(self, dim, num_experts, top_k, score_func="sigmoid", route_norm=True,
+                 route_scale=1.0, n_group=1, topk_group=1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        nn.init.normal_(self.weight, std=0.02)
+        self.top_k, self.score_func, self.route_norm = top_k, score_func, route_norm
+        self.route_scale, self.n_group, self.topk_group = route_scale, n_group, topk_group
+
+    def forward(self, x):
+        """x (n, d) -> scores (n, e)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        return logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(-1)
+
+    @torch.no_grad()
+    def select(self, scores, expert_bias):
+        """Expert ids (n, k) by score + bias, best first, equal ones by number.
+
+        A group counts as much as its two best experts together (V3) or, with softmax scores, as its
+        best one (V2). The experts of other groups are out of reach whatever the bias.
+        """
+        biased = scores + expert_bias
+        if self.n_group > 1:
+            groups = biased.unflatten(-1, (self.n_group, -1))  # (n, groups, e / groups)
+            best = min(2 if self.score_func == "sigmoid" else 1, groups.shape[-1])
+            worth = groups.topk(best, -1).values.sum(-1)
+            kept = ranked(worth)[:, :self.topk_group]
+            mask = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, kept, False)
+            biased = groups.masked_fill(mask[..., None], -math.inf).flatten(-2)
+        return ranked(biased)[:, :self.top_k]
+
+    def gate(self, scores, expert_ids):
+        """Gate weights (n, k) from the scores without bias."""
+        weights = scores.gather(-1, expert_ids)
+        if self.route_norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.route_scale
+
+
+def ranked(scores):
+    """Indices from the largest to the smallest, equal ones by index: topk promises no order."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices
+
+
+class MoE(nn.Module):
+    """Routed experts beside shared experts, which see every token.
+
+    expert_bias (e,) is a buffer, float32 whatever the model's dtype: steps of 0.001 would vanish in
+    bfloat16. tokens_per_expert (e,) and balance_loss () add up over a step's microbatches.
+    """
+
+    def __init__(self, dim, moe_inter_dim, num_experts, num_shared_experts=0, *,
+                 seq_balance_coeff=0.0, aux_loss_coeff=0.0, **routing):
+        super().__init__()
+        self.router = Router(dim, num_experts, **routing)
+        self.experts = Experts(num_experts, dim, moe_inter_dim)
+        self.shared_experts = (SwiGLU(dim, num_shared_experts * moe_inter_dim)
+                               if num_shared_experts else None)
+        self.seq_balance_coeff, self.aux_loss_coeff = seq_balance_coeff, aux_loss_coeff
+        self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64),
+                             persistent=False)
+        self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float32),
+                             persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if self.expert_bias.dtype != torch.float32:  # the model was cast: move the bias, no more
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def forward(self, x, balance_seed=0.0):
+        """x (b, s, d) -> (b, s, d). balance_seed: loss_scale / sequences of the global batch."""
+        tokens = x.flatten(0, 1)  # (n, d)
+        scores = self.router(tokens)
+        expert_ids = self.router.select(scores, self.expert_bias)
+        scores = Balance.apply(scores, expert_ids, self, x.shape[0], balance_seed)
+        gate_weights = self.router.gate(scores, expert_ids)
+        return self.routed(tokens, gate_weights, expert_ids).view_as(x)
+
+    def routed(self, x, gate_weights, expert_ids):
+        """Dispatch, experts, combine, and the shared experts beside them.
+
+        x (n, d), gate_weights and expert_ids (n, k) -> (n, d).
+        """
+        n, k = expert_ids.shape
+        order = expert_ids.flatten().argsort(stable=True)  # (n k,): which copy stands in each row
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(n * k, device=x.device)  # where each copy went
+        counts = expert_ids.flatten().bincount(minlength=self.router.weight.shape[0])
+        rows = Rearrange.apply(x, order // k, inverse, k)  # (n k, d), sorted by expert
+        rows = self.experts(rows, counts)
+        rows = Rearrange.apply(rows, inverse, order, 1).unflatten(0, (n, k))  # (n, k, d)
+        out = torch.bmm(gate_weights.to(x.dtype)[:, None], rows)[:, 0]  # (n, d)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+class Balance(torch.autograd.Function):
+    """The scores, unchanged; in backward, counts and the gradient of the balance losses.
+
+    For each sequence, with p the scores normalised to sum 1, T tokens and E experts:
+
+        loss = sum over i of (seq_balance_coeff f_i + aux_loss_coeff f'_i) P_i
+        f_i, f'_i = E / (k T) x tokens whose top-k holds expert i,   P_i = mean of p_i
+
+    f counts the top-k of the scores alone (V3, equations 17 to 20), f' the real choice (GShard's and
+    Switch's loss). Counts have no gradient, so d loss / d p_i = (...) / T for every token.
+    """
+
+    @staticmethod
+    def forward(ctx, scores, expert_ids, layer, sequences, seed):
+        ctx.save_for_backward(scores, expert_ids)
+        ctx.layer, ctx.sequences, ctx.seed = layer, sequences, seed
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx, grad):
+        scores, expert_ids = ctx.saved_tensors
+        layer = ctx.layer
+        layer.tokens_per_expert += expert_ids.flatten().bincount(minlength=scores.shape[-1])
+        if layer.seq_balance_coeff or layer.aux_loss_coeff:
+            loss, grad_scores = balance_loss(
+                scores.unflatten(0, (ctx.sequences, -1)),
+                expert_ids.unflatten(0, (ctx.sequences, -1)),
+                layer.seq_balance_coeff, layer.aux_loss_coeff)
+            layer.balance_loss += loss
+            grad = grad + grad_scores.flatten(0, 1) * ctx.seed
+        return grad, None, None, None, None
+
+
+def balance_loss(scores, expert_ids, seq_balance_coeff, aux_loss_coeff):
+    """Balance's loss summed over the sequences, and its gradient with respect to the scores.
+
+    scores (b, s, e), expert_ids (b, s, k) -> (), (b, s, e).
+    """
+    _, s, e = scores.shape
+    k = expert_ids.shape[-1]
+
+    def load(ids):  # (b, s, k) -> (b, e), 1 where the load is even
+        counts = scores.new_zeros(len(ids), e)
+        return counts.scatter_add_(1, ids.flatten(1), scores.new_ones(len(ids), s * k)) * e / (k * s)
+
+    weight = aux_loss_coeff * load(expert_ids)
+    if seq_balance_coeff:
+        weight = weight + seq_balance_coeff * load(ranked(scores)[..., :k])
+    total = scores.sum(-1, keepdim=True)
+    p = scores / total
+    loss = (weight * p.mean(1)).sum()
+    grad_p = weight[:, None] / s  # the same for every token of a sequence
+    return loss, (grad_p - (grad_p * p).sum(-1, keepdim=True)) / total
+
+
+# ---- once a step ----
+
+def moe_layers(model):
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+@torch.no_grad()
+def update_expert_bias(model, bias_update_speed):
+    """bias += speed x sign(mean count - count), from the whole step's counts (2408.15664, alg. 1)."""
+    for layer in moe_layers(model):
+        counts = layer.tokens_per_expert.double()
+        layer.expert_bias += bias_update_speed * (counts.mean() - counts).sign().float()
+
+
+def max_violation(model):
+    """MaxVio: (largest count - mean) / mean of the step so far, averaged over the MoE layers."""
+    found = []
+    for layer in moe_layers(model):
+        counts = layer.tokens_per_expert.double()
+        found.append(((counts.max() - counts.mean()) / counts.mean().clamp(min=1e-9)).item())
+    return sum(found) / len(found) if found else 0.0
+
+
+def reset_counts(model):
+    """Begin a new step's counts and balance loss."""
+    for layer in moe_layers(model):
+        layer.tokens_per_expert.zero_()
+        layer.balance_loss.zero_()
