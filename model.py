@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as repeat_forward
 
 import rope
-from mla import MLA, attend, document_mask
+from mla import MLA, attend, cache_mask, document_mask, write_cache
 from moe import Experts, MoE, Router, SwiGLU, reset_counts
 
 IGNORED = -100  # the label of a position that has no target
@@ -253,23 +253,19 @@ class GQA(nn.Module):
 
     def core(self, q, k, v, mask):
         """q (b, s, h, head_dim), k and v (b, s, g, head_dim) -> (b, s, h, head_dim), causal."""
-        return attend(q, k, v, self.scale, causal=mask is None, mask=mask)
+        return attend(q, k, v, self.scale, mask)
 
     def forward(self, x, rope_table, positions=None, mask=None, cache=None):
-        """x (b, s, d) -> (b, s, d). With a cache, keys and values are written at `positions`, (s,)
-        or (b, s), and a query at position p sees the slots 0..p; so ragged prompts are padded on
-        the right: the padding's slots are written over before anyone can see them."""
+        """x (b, s, d) -> (b, s, d); mask, positions and cache are MLA.forward's."""
         heads = *x.shape[:2], -1, self.head_dim
         q = rope.apply_rotary(self.wq(x).view(heads), *rope_table, self.rope_interleaved)
         k = rope.apply_rotary(self.wk(x).view(heads), *rope_table, self.rope_interleaved)
         v = self.wv(x).view(heads)  # (b, s, g, head_dim)
         if cache is not None:
-            slots = positions.expand(x.shape[:2])
-            rows = torch.arange(len(x), device=x.device)[:, None]
-            cache.k[rows, slots], cache.v[rows, slots] = k, v
-            k, v = cache.k, cache.v  # (b, max_len, g, head_dim)
-            slot_ids = torch.arange(k.shape[1], device=x.device)
-            mask = (slot_ids <= slots[..., None])[:, None]  # (b, 1, s, max_len)
+            write_cache(cache.k, positions, k)
+            write_cache(cache.v, positions, v)
+            k, v = cache.k, cache.v  # (b, t, g, head_dim)
+            mask = cache_mask(positions, len(x), k.shape[1])
         return self.wo(self.core(q, k, v, mask).flatten(2))
 
 
