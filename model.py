@@ -397,7 +397,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             grad = logits.sub_(lse).exp_()  # the softmax
             grad.scatter_add_(-1, target, torch.full_like(lse, -1.0))
-            grad = grad.mul_((valid * seed).to(wide)[:, None]).to(hidden.dtype)
+            grad = grad.mul_((valid.to(wide) * seed)[:, None]).to(hidden.dtype)
             if want_hidden:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if want_weight:
