@@ -308,7 +308,7 @@ def config_from_hf(hf):
             rope_interleaved=False)
     else:
         v3 = hf["model_type"] == "deepseek_v3"
-        fields.update((ours, hf[key] or 0) for ours, key in DEEPSEEK_KEYS.items()
+        fields.update((ours, 0 if hf[key] is None else hf[key]) for ours, key in DEEPSEEK_KEYS.items()
                       if key in hf and (hf[key] is not None or ours == "q_lora_rank"))
         fields.update(score_func="sigmoid" if v3 else "softmax",
                       rope_interleaved=bool(hf.get("rope_interleave", True)),

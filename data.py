@@ -100,17 +100,6 @@ def load_rank_file(path):
                              special_tokens={EOT: max(ranks.values()) + 1})
 
 
-def encode(tokenizer, text):
-    """Tokens of one document with its end of text, as an array; specials in it are plain text."""
-    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    if tokenizer.name == "bytes":
-        tokens = np.frombuffer(raw, np.uint8)
-    else:
-        tokens = tokenizer.encode_ordinary(raw.decode("utf-8", "replace"))
-    return np.append(np.asarray(tokens, token_dtype(tokenizer)), tokenizer.eot_token).astype(
-        token_dtype(tokenizer))
-
-
 def token_dtype(tokenizer):
     return np.uint16 if tokenizer.n_vocab <= 2 ** 16 else np.uint32
 

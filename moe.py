@@ -66,47 +66,48 @@ class SwiGLU(nn.Module):
 
 
 class GroupedLinear(torch.autograd.Function):
-    """rows of x times the transposed matrix of their expert, each product written in its place.
+    """Rows times the transposed matrix of their expert, each product written in its place; with
+    several weights, the products with each.
 
-    x (n, i) sorted by expert, weight (e, o, i), counts: a list of e numbers of rows -> (n, o).
-    Backward: grad_x = grad weight, grad_weight = grad^T x, expert by expert; an expert without rows
-    gets a gradient of zeros.
+    x (n, i) sorted by expert, counts: a list of e numbers of rows, weights (e, o, i) each ->
+    (n, o) each. Backward: grad_x = grad weight, summed over the weights, grad_weight = grad^T x,
+    expert by expert; an expert without rows gets a gradient of zeros.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, counts, *weights):
+        ctx.save_for_backward(x, *weights)
         ctx.counts = counts
-        out = x.new_empty(len(x), weight.shape[1])
-        for rows, y, w in zip(x.split(counts), out.split(counts), weight):
-            if len(rows):
+        outs = tuple(x.new_empty(len(x), weight.shape[1]) for weight in weights)
+        for out, weight in zip(outs, weights):
+            for rows, y, w in zip(x.split(counts), out.split(counts), weight):
                 torch.mm(rows, w.T, out=y)
-        return out
+        return outs
 
     @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        for g, rows, gx, w, gw in zip(grad.split(ctx.counts), x.split(ctx.counts),
-                                      grad_x.split(ctx.counts), weight, grad_weight):
-            if len(rows):
-                torch.mm(g, w, out=gx)
+    def backward(ctx, *grads):
+        (x, *weights), counts = ctx.saved_tensors, ctx.counts
+        grad_x = torch.empty_like(x)
+        grad_weights = [torch.empty_like(weight) for weight in weights]
+        for i, (grad, weight, grad_weight) in enumerate(zip(grads, weights, grad_weights)):
+            for g, rows, gx, w, gw in zip(grad.split(counts), x.split(counts),
+                                          grad_x.split(counts), weight, grad_weight):
+                torch.addmm(gx, g, w, beta=min(i, 1), out=gx)  # the first weight's overwrites
                 torch.mm(g.T, rows, out=gw)
-            else:
-                gw.zero_()
-        return grad_x, grad_weight, None
+        return grad_x, None, *grad_weights
 
 
-def grouped_linear(x, weight, counts):
-    """GroupedLinear, or torch's grouped product where it has a kernel for it: bfloat16 on a GPU,
-    with rows of a multiple of 16 bytes. (On a CPU torch runs the same loop.)
+def grouped_linear(x, counts, *weights):
+    """GroupedLinear, or torch's grouped product where it has a kernel of its own: bfloat16 on a GPU
+    with rows of a multiple of 16 bytes. (On a CPU torch's is no faster than this loop.)
 
-    x (n, i), weight (e, o, i), counts (e,) -> (n, o).
+    x (n, i), counts (e,) int64, weights (e, o, i) each -> a tuple of (n, o).
     """
-    if x.is_cuda and x.dtype == torch.bfloat16 and not (x.shape[1] % 8 or weight.shape[1] % 8):
+    if x.is_cuda and x.dtype == torch.bfloat16 and not any(
+            size % 8 for weight in weights for size in weight.shape[1:]):
         ends = counts.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return GroupedLinear.apply(x, weight, counts.tolist())
+        return tuple(F.grouped_mm(x, weight.transpose(1, 2), offs=ends) for weight in weights)
+    return GroupedLinear.apply(x, counts.tolist(), *weights)
 
 
 class Experts(nn.Module):
@@ -125,9 +126,8 @@ class Experts(nn.Module):
 
     def forward(self, x, counts):
         """x (n, d) sorted by expert, counts (e,) int64, rows of each expert -> (n, d)."""
-        hidden = self.product(grouped_linear(x, self.w1, counts),
-                              grouped_linear(x, self.w3, counts))  # (n, m)
-        return grouped_linear(hidden, self.w2, counts)
+        hidden = self.product(*grouped_linear(x, counts, self.w1, self.w3))  # (n, m)
+        return grouped_linear(hidden, counts, self.w2)[0]
 
 
 class Rearrange(torch.autograd.Function):
@@ -339,3 +339,126 @@ def reset_counts(model):
     for layer in moe_layers(model):
         layer.tokens_per_expert.zero_()
         layer.balance_loss.zero_()
+
+
+# ---- demonstration and benchmark ----
+
+def dense_reference(layer, x):
+    """The same layer with every expert run on every token and gates of 0 for those not chosen."""
+    scores = layer.router(x)
+    ids = layer.router.select(scores, layer.expert_bias)
+    gates = torch.zeros_like(scores).scatter(-1, ids, layer.router.gate(scores, ids))
+    out = layer.shared_experts(x) if layer.shared_experts else 0
+    for e, (w1, w3, w2) in enumerate(zip(layer.experts.w1, layer.experts.w3, layer.experts.w2)):
+        out = out + gates[:, e, None] * ((F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T)
+    return out
+
+
+def difference(a, b):
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1e-300)).item()
+
+
+def route_by_hand(checks):
+    """Four experts in two groups, of which a token may use one: a bias can't open the other."""
+    router = Router(2, 4, top_k=2, route_scale=2.5, n_group=2, topk_group=1)
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5], [0.2, 0.4, 0.3, 0.2], [0.5, 0.5, 0.5, 0.5]])
+    bias = torch.tensor([0.0, 0.0, -2.0, -2.0])
+    ids = router.select(scores, bias)
+    gates = router.gate(scores, ids)
+    print("token    scores                 + bias (0, 0, -2, -2): experts    gate weights")
+    for name, row, chosen, gate in zip("abc", scores, ids, gates):
+        print(f"{name:6}{str([round(v, 1) for v in row.tolist()]):>25}{str(chosen.tolist()):>24}"
+              f"{str([round(v, 3) for v in gate.tolist()]):>22}")
+    checks["gate weights by hand"] = torch.allclose(
+        gates[0], torch.tensor([2.5 * 0.9, 2.5 * 0.1])) and ids[0].tolist() == [0, 1]
+    checks["no expert of an excluded group"] = bool((ids < 2).all())
+    checks["equal scores by number"] = ids[2].tolist() == [0, 1]
+
+
+def golden_values(checks):
+    """The bias rule and the balance loss on counts (3, 1, 0, 4) of 4 experts."""
+    layer = MoE(2, 2, 4, top_k=2)
+    layer.tokens_per_expert += torch.tensor([3, 1, 0, 4])
+    update_expert_bias(layer, 0.001)
+    print(f"counts (3, 1, 0, 4): MaxVio {max_violation(layer)}, bias moves "
+          f"{[round(b, 4) for b in layer.expert_bias.tolist()]}")
+    checks["bias rule"] = torch.allclose(layer.expert_bias,
+                                         torch.tensor([-0.001, 0.001, 0.001, -0.001]))
+    checks["MaxVio"] = max_violation(layer) == 1.0
+    scores = torch.tensor([0.4, 0.2, 0.1, 0.3]).repeat(1, 4, 1)
+    ids = torch.tensor([[[0, 3], [0, 3], [0, 3], [1, 3]]])
+    loss, _ = balance_loss(scores, ids, 0.0, 1.0)
+    print(f"balance loss of those counts with mean scores (.4, .2, .1, .3): {loss.item():.4f}")
+    checks["balance loss"] = math.isclose(loss.item(), 1.3, rel_tol=1e-6)
+
+
+def skewed_router(checks):
+    """A router that favours two experts, balanced by the bias alone."""
+    torch.manual_seed(0)
+    layer = MoE(16, 8, 8, top_k=2)
+    nn.init.normal_(layer.router.weight, std=0.1)
+    x = torch.randn(4, 128, 16)
+    x[..., 0], layer.router.weight.data[:2, 0] = 1.0, 0.5
+    seen = []
+    for _ in range(121):
+        layer(x).sum().backward()
+        seen.append(max_violation(layer))
+        update_expert_bias(layer, 0.002)
+        reset_counts(layer)
+    print("MaxVio of a skewed router, every 20th of 120 steps: "
+          + " ".join(f"{v:.2f}" for v in seen[::20]))
+    checks["the bias balances"] = seen[0] > 1 and seen[-1] < 0.2
+
+
+def demo():
+    """Route by hand, balance, and compare all gradients with running every expert on all tokens."""
+    checks = {}
+    route_by_hand(checks)
+    golden_values(checks)
+    skewed_router(checks)
+    torch.manual_seed(1)
+    layer = MoE(12, 7, 6, 1, top_k=2, n_group=3, topk_group=2).double()
+    layer.expert_bias.copy_(torch.tensor([0.1, -0.1, 0.0, 0.2, -9.0, 0.0]))  # one starves
+    x = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
+    weights = [x, *layer.parameters()]
+    got, expected = layer(x).flatten(0, 1), dense_reference(layer, x.flatten(0, 1))
+    pull = torch.randn_like(got)
+    worst = max([difference(got, expected)] + [
+        difference(a, b) for a, b in zip(torch.autograd.grad(got, weights, pull),
+                                         torch.autograd.grad(expected, weights, pull))])
+    print(f"largest difference of outputs and {len(weights)} gradients from every expert on every "
+          f"token: {worst:.1e}")
+    checks["outputs and gradients"] = worst < 1e-12
+    checks["one expert starved"] = bool(layer.tokens_per_expert[4] == 0)
+    failed = [what for what, right in checks.items() if not right]
+    print(f"FAILED: {', '.join(failed)}" if failed or not checks else "PASS")
+    return 1 if failed or not checks else 0
+
+
+def bench(rounds=9):
+    """Forward and backward of a MoE layer over those of a dense layer of equal active FLOPs."""
+    from train import keep_freed_memory
+    keep_freed_memory()
+    for dim, width, experts, k, shared, tokens in ((512, 256, 8, 2, 0, 2048), (512, 352, 16, 4, 1, 4096),
+                                                   (256, 128, 32, 4, 1, 4096)):
+        moe = MoE(dim, width, experts, shared, top_k=k)
+        dense = SwiGLU(dim, width * (k + shared))
+        x = torch.randn(1, tokens, dim, requires_grad=True)
+        pull = torch.randn_like(x)
+
+        def seconds(layer):
+            start = time.perf_counter()
+            layer(x).backward(pull)
+            return time.perf_counter() - start
+        seconds(moe), seconds(dense)
+        ratios = sorted(seconds(moe) / seconds(dense) for _ in range(rounds))
+        print(f"dim {dim}, {experts} experts of {width}, top {k}, {shared} shared, "
+              f"{tokens * k // experts} tokens per expert: {statistics.median(ratios):.2f} x the "
+              f"dense layer [{ratios[1]:.2f}, {ratios[-2]:.2f}]")
+    return 0
+
+
+if __name__ == "__main__":
+    flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    flags.add_argument("--bench", action="store_true", help="timings instead of checks")
+    sys.exit(bench() if flags.parse_args().bench else demo())
