@@ -8,9 +8,9 @@ A tensor is known by its global name, `model.blocks.0.attn.wo.weight` or
 `optim.exp_avg.blocks.0.attn.wo.weight`, and saved as the float32 (or float64) master value: neither
 the layout nor the compute type shows in the file.
 
-A save is whole or not there. It is written as step-40.partial, flushed to disk, and renamed: the one
-step that the file system does at once. What a killed save leaves is not taken for a checkpoint and is
-removed by the next save.
+A save is whole or not there. It is written as step-40.partial, flushed to disk, and renamed: the
+one step that the file system does at once. What a killed save leaves is not taken for a checkpoint
+and is removed by the next save.
 
 Course: 15:41:22 metrics, optimizers, schedulers and checkpointing.
 
@@ -83,8 +83,8 @@ def steps_in(folder):
 
 
 def damage(path):
-    """What is wrong with a checkpoint, in words; None when it is whole: its run.json can be read and
-    every file is as long as .metadata says."""
+    """What is wrong with a checkpoint, in words; None when it is whole: its run.json can be read
+    and every file is as long as .metadata says."""
     path = Path(path)
     try:
         json.loads((path / "run.json").read_text())
@@ -308,8 +308,9 @@ def config_from_hf(hf):
             rope_interleaved=False)
     else:
         v3 = hf["model_type"] == "deepseek_v3"
-        fields.update((ours, 0 if hf[key] is None else hf[key]) for ours, key in DEEPSEEK_KEYS.items()
-                      if key in hf and (hf[key] is not None or ours == "q_lora_rank"))
+        fields.update((ours, hf[key]) for ours, key in DEEPSEEK_KEYS.items()
+                      if hf.get(key) is not None)
+        fields["q_lora_rank"] = hf.get("q_lora_rank") or 0
         fields.update(score_func="sigmoid" if v3 else "softmax",
                       rope_interleaved=bool(hf.get("rope_interleave", True)),
                       bias_update_speed=1e-3 if v3 else 0.0,
@@ -320,7 +321,8 @@ def config_from_hf(hf):
     fields.update(rope_theta=float(rope["rope_theta"]),
                   original_seq_len=hf["max_position_embeddings"])
     if "factor" in rope:
-        fields.update(rope_factor=float(rope["factor"]), beta_fast=float(rope.get("beta_fast") or 32),
+        fields.update(rope_factor=float(rope["factor"]),
+                      beta_fast=float(rope.get("beta_fast") or 32),
                       beta_slow=float(rope.get("beta_slow") or 1),
                       original_seq_len=rope.get("original_max_position_embeddings"))
         both = rope.get("mscale") and rope.get("mscale_all_dim")
@@ -433,7 +435,7 @@ def import_hf(source, out_dir):
     run = {"step": 0, "updates": 0, "tokens": 0, "config": dataclasses.asdict(config),
            "flags": {"tokenizer": None}, "imported_from": hf["model_type"]}
     save(out_dir, 0, tensors, run)
-    return config, [f"left out the {len(mtp)} tensors of the multi-token prediction layer"] * bool(mtp)
+    return config, [f"left out {len(mtp)} tensors of multi-token prediction"] if mtp else []
 
 
 def export_hf(source, out_dir, shard_bytes=5 * 10 ** 9):
@@ -452,8 +454,9 @@ def export_hf(source, out_dir, shard_bytes=5 * 10 ** 9):
                 raise ValueError(f"export-hf: {name} is not zero, and transformers' DeepSeek-V2 "
                                  "has no expert bias; it would choose other experts")
             continue
-        if not config.is_mla and config.rope_interleaved and name.endswith(("wq.weight", "wk.weight")):
-            heads = tensor.unflatten(0, (-1, config.v_head_dim))  # Llama's pairs are halves apart
+        is_rotated = name.endswith(("wq.weight", "wk.weight")) and not config.is_mla
+        if is_rotated and config.rope_interleaved:  # Llama's pairs are half a head apart
+            heads = tensor.unflatten(0, (-1, config.v_head_dim))
             tensor = heads[:, to_half_split(config.v_head_dim)].flatten(0, 1)
         names = hf_names(name, config.num_experts)
         for w, value in zip(names, tensor if len(names) > 1 else [tensor]):
@@ -513,7 +516,8 @@ def demo():
                                cwd=Path(__file__).resolve().parent)
         checks["the program was killed"] = child.returncode == -signal.SIGKILL
         folder = Path(out, "checkpoints")
-        print(f"killed while saving step 2; in its folder: {sorted(p.name for p in folder.iterdir())}")
+        left = sorted(p.name for p in folder.iterdir())
+        print(f"killed while saving step 2; in its folder: {left}")
         found = newest(out)
         print(f"newest whole checkpoint: {found.name}")
         checks["step 1 is the newest"] = found.name == "step-1"
@@ -536,16 +540,17 @@ def demo():
     return 1 if failed or not checks else 0
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("show", help="what a checkpoint holds").add_argument("source", metavar="DIR")
+    command = commands.add_parser("show", help="what a checkpoint holds")
+    command.add_argument("source", metavar="DIR")
     for name, text in (("import-hf", "transformers' safetensors to a checkpoint"),
                        ("export-hf", "a checkpoint to transformers' safetensors")):
         command = commands.add_parser(name, help=text)
         command.add_argument("source", metavar="DIR")
         command.add_argument("out", metavar="OUT")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         if args.command is None:
             return demo()

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
+import tiktoken.load
 import torch
 
 IGNORED = -100          # the label of a position that has no target
@@ -119,6 +120,8 @@ def find_files(paths):
     folder it was found through, so that a moved corpus splits the same way."""
     found = {}
     for path in paths:
+        if not glob.has_magic(path) and not os.path.exists(path):
+            raise ValueError(f"--data {path}: no such file or folder")
         if os.path.isdir(path):
             for file in sorted(Path(path).rglob("*")):
                 if file.suffix in TEXT | {".bin"} and file.is_file():
@@ -491,9 +494,6 @@ def open_corpus(paths, tokenizer, errors="strict", cache_dir=None, progress=prin
     (or OSError) naming the file for input that can't be used, before anything else is done.
     """
     files = standard_library() if paths is None else find_files(paths)
-    for path in paths or []:
-        if not glob.has_magic(path) and not os.path.exists(path):
-            raise ValueError(f"--data {path}: no such file or folder")
     name = "the Python standard library" if paths is None else " ".join(paths)
     cache = cache_folder(cache_dir)
     who = tokenizer_identity(tokenizer)
@@ -700,7 +700,7 @@ def inspect_command(args):
             print(f"  {tokenizer.decode(stream.read(int(start), 40).tolist())!r}")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     write = commands.add_parser("tokenize", help="text to a token file")
@@ -713,7 +713,7 @@ def main():
     show.add_argument("path", help="a .bin file, or text")
     for command in (write, show):
         command.add_argument("--tokenizer", default="bytes", help="as for train.py")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         if args.command is None:
             return demo()

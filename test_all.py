@@ -1,0 +1,2142 @@
+"""The proof: every file against independent references, in float64 where it can be.
+
+A reference is a formula written out, torch's or transformers' own implementation, or a published
+number; never a second copy of the code it tests. Different data on every rank, odd shapes, gradients
+compared directly.
+
+    python -m pytest -q                    everything here, in some minutes on two cores
+    python -m pytest -q -k moe             the tests of one file
+"""
+import argparse
+import ast
+import atexit
+import base64
+import collections
+import contextlib
+import dataclasses
+import inspect
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as repeat_forward
+
+import checkpoint
+import data
+import mla
+import model as model_file
+import moe
+import optim
+import rope
+import train
+from model import (IGNORED, PRESETS, ModelConfig, Transformer, apply_recompute, built,
+                   count_parameters, flops_per_token, generate, make_config, sample)
+from moe import MoE
+
+HERE = Path(__file__).resolve().parent
+
+# ---- ranks: a pool of worker processes that lives as long as the tests ----
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds that rank's traceback."""
+
+
+class Pool:
+    """Worker processes started once, since starting one takes seconds on two cores.
+
+    run() gives a function to the first `world_size` of them, which form a gloo group through a file
+    and dissolve it after. When one fails, dies or takes too long, all are killed and the next run
+    starts new ones: a rank stuck in a collective can't be talked to.
+    """
+
+    def __init__(self):
+        self.workers = []  # (process, connection)
+
+    def run(self, world_size, function, args, timeout):
+        while len(self.workers) < world_size:
+            here, there = multiprocessing.Pipe()
+            process = multiprocessing.get_context("spawn").Process(
+                target=_pool_worker, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self.workers.append((process, here))
+        team = self.workers[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, connection) in enumerate(team):
+                connection.send((rank, world_size, folder, function, args))
+            answers, deadline = {}, time.monotonic() + timeout
+            while len(answers) < world_size:
+                self._collect(team, answers, deadline)
+        return [answers[rank] for rank in range(world_size)]
+
+    def _collect(self, team, answers, deadline):
+        waiting = {team[r][1]: r for r in range(len(team)) if r not in answers}
+        ready = multiprocessing.connection.wait(list(waiting), deadline - time.monotonic())
+        if not ready:
+            self._fail(f"ranks {sorted(waiting.values())} of {len(team)} did not answer in time")
+        for connection in ready:
+            rank = waiting[connection]
+            try:
+                kind, value = connection.recv()
+            except (EOFError, ConnectionResetError):
+                team[rank][0].join(5)
+                self._fail(f"rank {rank} died with exit code {team[rank][0].exitcode}")
+            if kind == "error":
+                self._fail(f"rank {rank} of {len(team)} failed:\n{value}")
+            answers[rank] = value
+
+    def _fail(self, why):
+        self.close()
+        raise RankError(why)
+
+    def close(self):
+        for process, connection in self.workers:
+            process.kill()
+            process.join(10)
+            connection.close()
+        self.workers.clear()
+
+
+def _pool_worker(connection):
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, folder, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            store = dist.FileStore(f"{folder}/store", world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            answer = "result", function(rank, world_size, *args)
+            dist.destroy_process_group()
+        except BaseException:  # whatever it was, the parent shows it and ends this process
+            answer = "error", traceback.format_exc()
+        connection.send(answer)
+
+
+_pool = Pool()
+atexit.register(_pool.close)
+
+
+def ranks(world_size, function, *args, timeout=60):
+    """Run a module-level function(rank, world_size, *args) on that many gloo ranks; returns the
+    results by rank. Raises RankError, with the traceback of the first rank that failed."""
+    return _pool.run(world_size, function, args, timeout)
+
+
+def _pool_sum(rank, world_size, number):
+    total = torch.tensor(float(number * 10 ** rank))
+    dist.all_reduce(total)
+    return total.item(), os.getpid()
+
+
+def _pool_misbehave(rank, world_size, how):
+    if rank == 1 and how == "raise":
+        raise KeyError("the words of rank 1")
+    if rank == 1 and how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "sleep":
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_ranks_work_together_and_live_on():
+    first, second = ranks(3, _pool_sum, 2), ranks(2, _pool_sum, 1)
+    assert [r[0] for r in first] == [222] * 3 and [r[0] for r in second] == [11] * 2
+    assert [r[1] for r in first][:2] == [r[1] for r in second]
+    assert len({r[1] for r in first} | {os.getpid()}) == 4
+
+
+@pytest.mark.parametrize("how, words", [("raise", "rank 1.*the words of rank 1"),
+                                        ("die", "rank 1 died.*-9|rank 0.*failed"),
+                                        ("sleep", "ranks .*1.* in time")])
+def test_a_rank_that_fails_is_named_and_the_next_test_runs(how, words):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=f"(?s){words}"):
+        ranks(2, _pool_misbehave, how, timeout=8)
+    assert time.monotonic() - start < 30
+    assert ranks(2, _pool_sum, 1)[0][0] == 11
+
+
+# ---- rope.py ----
+
+def test_yarn_frequencies_have_the_golden_values():
+    plain, slowed = (rope.inverse_frequencies(64, 10000.0, f, 4096) for f in (1.0, 40.0))
+    assert rope.yarn_range(64, 10000.0, 4096) == (10, 23)
+    assert rope.yarn_range(128, 10000.0, 4096) == (20, 46)
+    for i, golden in ((10, 5.623413e-2), (11, 3.900693e-2), (16, 5.5e-3), (22, 1.778279e-4),
+                      (23, 3.333804e-5), (31, 3.333804e-6)):
+        assert slowed[i].item() == pytest.approx(golden, rel=5e-7)
+    assert torch.equal(slowed[:11], plain[:11])
+    assert torch.allclose(slowed[23:], plain[23:] / 40, rtol=1e-15)
+    ratios = plain / slowed
+    assert (ratios[1:] >= ratios[:-1]).all() and 1 < ratios[16] < 40
+
+
+def test_yarn_scales_have_the_golden_values():
+    for mscale, magnitude, scale in ((1.0, 1.368888, 0.1352338), (0.707, 1.260804, 0.1147214),
+                                     (0.70, 1.258222, 0.1142520)):
+        assert rope.yarn_mscale(40, mscale) == pytest.approx(magnitude, rel=1e-6)
+        assert rope.softmax_scale(192, 40, mscale) == pytest.approx(scale, rel=1e-6)
+        assert rope.yarn_amplitude(40, mscale, mscale) == 1
+    assert rope.softmax_scale(192) == pytest.approx(0.0721688, rel=1e-6)
+    assert rope.softmax_scale(192, 40, 1.0) / rope.softmax_scale(192) == pytest.approx(1.8739, rel=1e-4)
+    assert rope.softmax_scale(192, 40, 0.707) / rope.softmax_scale(192) == pytest.approx(1.5896, rel=1e-4)
+    # Unequal: the paper's own choice puts everything on cos and sin.
+    assert rope.yarn_amplitude(40, 1.0, 0.0) == pytest.approx(0.1 * math.log(40) + 1)
+    assert rope.softmax_scale(192, 40, 0.0) == rope.softmax_scale(192)
+    cos, sin = rope.rotary_table(torch.tensor([3]), torch.tensor([0.5]).double(), 4, 1.5)
+    assert (cos.item(), sin.item()) == pytest.approx((1.5 * math.cos(1.5), 1.5 * math.sin(1.5)))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 40.0])
+def test_scores_depend_on_distances_alone(interleaved, factor):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 7, 2, 16, dtype=torch.float64)
+    inv_freq = rope.inverse_frequencies(16, 10000.0, factor)
+
+    def scores(positions):
+        table = rope.rotary_table(positions, inv_freq, 10 ** 6, dtype=torch.float64)
+        a, b = (rope.apply_rotary(t, *table, interleaved) for t in (q, k))
+        return torch.einsum("bshd,bthd->bhst", a, b)
+    here = scores(torch.arange(7))
+    assert torch.allclose(here, scores(torch.arange(100, 107)), rtol=0, atol=1e-10)
+    assert not torch.allclose(here, scores(torch.tensor([0, 2, 1, 3, 4, 5, 6])), rtol=0, atol=1e-3)
+    # A table per row, (b, s): the second row is somewhere else and gives the same scores.
+    each = torch.arange(7) + torch.tensor([[0], [50], [7]])
+    assert torch.allclose(here, scores(each), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dim", [2, 8, 64])
+def test_the_two_conventions_are_the_stated_permutation_of_each_other(dim):
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 3, dim, dtype=torch.float64)
+    table = rope.rotary_table(torch.arange(5), rope.inverse_frequencies(dim, 100.0), 5,
+                              dtype=torch.float64)
+    halves, pairs = rope.to_half_split(dim), rope.to_interleaved(dim)
+    assert torch.equal(x[..., halves][..., pairs], x)
+    turned = rope.apply_rotary(x, *table, True)
+    assert torch.allclose(rope.apply_rotary(x[..., halves], *table, False), turned[..., halves])
+    # Pair i of neighbours by its rotation matrix, one number at a time.
+    for i in (0, dim // 2 - 1):
+        a = 4 * 100.0 ** (-2 * i / dim)
+        x0, x1 = x[0, 4, 2, 2 * i:2 * i + 2].tolist()
+        expected = [x0 * math.cos(a) - x1 * math.sin(a), x0 * math.sin(a) + x1 * math.cos(a)]
+        assert turned[0, 4, 2, 2 * i:2 * i + 2].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("position", [4095, 15962])
+def test_tables_are_exact_at_long_positions_whatever_the_model_computes_in(position):
+    inv_freq = rope.inverse_frequencies(64, 10000.0)
+    exact = rope.rotary_table(torch.tensor([position]), inv_freq, 2 ** 20, dtype=torch.float64)
+    table = rope.rotary_table(torch.tensor([position]), inv_freq, 2 ** 20)
+    for a, b in zip(table, exact):
+        assert a.dtype == torch.float32 and (a - b).abs().max() < 1e-7  # radians, asked for: 1e-3
+    x = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16)
+    turned = rope.apply_rotary(x, *table, True)
+    assert turned.dtype == torch.bfloat16
+    assert torch.allclose(turned.double(), rope.apply_rotary(x.double(), *exact, True), atol=2e-2)
+    with pytest.raises(ValueError, match="float32"):
+        rope.rotary_table(torch.tensor([1]), inv_freq, 9, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotary_gradients_are_right(interleaved):
+    table = rope.rotary_table(torch.arange(3), rope.inverse_frequencies(6, 10.0), 3,
+                              dtype=torch.float64)
+    x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: rope.apply_rotary(t, *table, interleaved), x)
+    assert torch.autograd.gradcheck(
+        lambda t: rope.apply_rotary(t[..., 1::2], *[u[:, :1] for u in table], interleaved)
+        if t[..., 1::2].shape[-1] == 2 else rope.apply_rotary(t, *table, interleaved), x)
+
+
+def test_positions_beyond_the_model_are_refused_with_the_numbers():
+    inv_freq = rope.inverse_frequencies(8, 10000.0)
+    for positions in (torch.arange(9), torch.tensor([[0], [8]]), torch.tensor([-1])):
+        with pytest.raises(ValueError, match=r"(8|-1).*max_seq_len=8"):
+            rope.rotary_table(positions, inv_freq, 8)
+    assert rope.rotary_table(torch.arange(0), inv_freq, 8)[0].shape == (0, 4)
+
+
+# ---- mla.py ----
+
+def _mla_layer(q_lora_rank, v_head_dim=6, interleaved=True, scale=0.3):
+    torch.manual_seed(1)
+    layer = mla.MLA(32, 4, q_lora_rank, 12, 8, 4, v_head_dim, 1e-6, scale, interleaved).double()
+    for norm in (m for m in layer.modules() if isinstance(m, torch.nn.RMSNorm)):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return layer
+
+
+def _mla_table(positions):
+    return rope.rotary_table(positions, rope.inverse_frequencies(4, 10000.0), 64,
+                             dtype=torch.float64)
+
+
+def _mla_definition(layer, x, visible):
+    """MLA by its equations, one head at a time (DeepSeek-V2, equations 37 to 47)."""
+    def norm(t, weight):
+        return t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    b, s, _ = x.shape
+    c_kv, k_pe = (x @ layer.wkv_a.weight.T).split([12, 4], -1)
+    c_kv = norm(c_kv, layer.kv_norm.weight)
+    q = (x @ layer.wq.weight.T if hasattr(layer, "wq")
+         else norm(x @ layer.wq_a.weight.T, layer.q_norm.weight) @ layer.wq_b.weight.T)
+    angles = torch.arange(s).double()[:, None] * torch.tensor(
+        [1.0, 0.01], dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def rotated(t):  # (b, s, 4), pairs of neighbours
+        pairs = torch.complex(t[..., 0::2].contiguous(), t[..., 1::2].contiguous()) * turn
+        return torch.stack([pairs.real, pairs.imag], -1).flatten(-2)
+    k_pe, v_dim, heads = rotated(k_pe), layer.v_head_dim, []
+    for h in range(4):
+        q_h = q[..., 12 * h:12 * (h + 1)]
+        w_uk, w_uv = layer.wkv_b.weight[(8 + v_dim) * h:(8 + v_dim) * (h + 1)].split([8, v_dim])
+        scores = q_h[..., :8] @ (c_kv @ w_uk.T).transpose(1, 2)
+        scores = (scores + rotated(q_h[..., 8:]) @ k_pe.transpose(1, 2)) * layer.scale
+        p = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        heads.append(p @ (c_kv @ w_uv.T))
+    return torch.cat(heads, -1) @ layer.wo.weight.T
+
+
+@pytest.mark.parametrize("q_lora_rank", [0, 16])
+@pytest.mark.parametrize("v_head_dim", [6, 12, 15])
+def test_expanded_attention_equals_its_definition_with_gradients(q_lora_rank, v_head_dim):
+    layer = _mla_layer(q_lora_rank, v_head_dim)
+    x = torch.randn(2, 9, 32, dtype=torch.float64, requires_grad=True)
+    got = layer(x, _mla_table(torch.arange(9)))
+    expected = _mla_definition(layer, x, torch.ones(9, 9).tril().bool())
+    weights, pull = [x, *layer.parameters()], torch.randn_like(got)
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(got, weights, pull),
+                    torch.autograd.grad(expected, weights, pull)):
+        assert ((a - b).abs().max() / b.abs().max()).item() < 1e-12
+
+
+def test_packed_documents_equal_their_definition():
+    layer = _mla_layer(16)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    ids = torch.tensor([[0] * 4 + [1] * 5, [3] + [4] * 7 + [5]])
+    visible = torch.ones(9, 9).tril().bool() & (ids[:, :, None] == ids[:, None])
+    assert torch.equal(mla.document_mask(ids)[:, 0], visible)
+    got = layer(x, _mla_table(torch.arange(9)), mask=mla.document_mask(ids))
+    assert torch.allclose(got, _mla_definition(layer, x, visible), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("q_lora_rank", [0, 16])
+@pytest.mark.parametrize("absorb", [False, True, None])
+@pytest.mark.parametrize("prompts, chunk", [((5, 3), 1), ((1, 4), 2), ((6, 6), 3)])
+def test_cached_and_absorbed_equal_expanded_for_ragged_prompts(q_lora_rank, absorb, prompts, chunk):
+    layer = _mla_layer(q_lora_rank)
+    layer.absorb = absorb
+    x, lengths = torch.randn(2, 12, 32, dtype=torch.float64), torch.tensor(prompts)
+    expected = _mla_definition(layer, x, torch.ones(12, 12).tril().bool())
+    cache, longest = layer.new_cache(2, 12, dtype=torch.float64), max(prompts)
+    padded = x[:, :longest].clone()
+    for row, n in enumerate(prompts):
+        padded[row, n:] = 1e3  # padding, to be seen by nobody
+    got = layer(padded, _mla_table(torch.arange(longest)), torch.arange(longest), cache=cache)
+    for row, n in enumerate(prompts):
+        assert torch.allclose(got[row, :n], expected[row, :n], rtol=0, atol=1e-10)
+    rows = torch.arange(2)[:, None]
+    for start in range(0, 12 - longest - chunk + 1, chunk):
+        at = lengths[:, None] + start + torch.arange(chunk)  # (b, chunk)
+        got = layer(x[rows, at], _mla_table(at), at, cache=cache)
+        assert torch.allclose(got, expected[rows, at], rtol=0, atol=1e-10)
+    assert cache.latent.shape == (2, 12, 12) and cache.k_pe.shape == (2, 12, 4)
+
+
+def test_absorbing_is_chosen_for_few_queries():
+    layer = mla.MLA(64, 2, 0, 512, 128, 64, 128, 1e-6, 0.1)
+    assert layer.absorbing_pays(1) and layer.absorbing_pays(170) and not layer.absorbing_pays(171)
+
+
+@pytest.mark.parametrize("g, dv", [(4, 8), (2, 8), (1, 5)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attend_equals_softmax_of_scores(g, dv, masked):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 7, 4, 8), torch.randn(2, 7, g, 8), torch.randn(2, 7, g, dv)
+    q, k, v = (t.double() for t in (q, k, v))
+    visible = torch.ones(7, 7).tril().bool().expand(2, 1, 7, 7)
+    if masked:
+        visible = visible & torch.rand(2, 1, 7, 7).gt(0.4) | torch.eye(7).bool()
+    scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(4 // g, 2)) * 0.7
+    p = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    expected = torch.einsum("bhst,bthd->bshd", p, v.repeat_interleave(4 // g, 2))
+    got = mla.attend(q, k, v, 0.7, visible if masked else None)
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def test_cache_sizes_and_intensities_are_the_published_ones(capsys):
+    figures = mla.show_caches()
+    for key, size in ((("DeepSeek-V3", "MLA"), 70272), (("DeepSeek-V2", "MLA"), 69120),
+                      (("DeepSeek-V2-Lite", "MLA"), 31104), (("Llama-3-8B", "GQA"), 131072),
+                      (("Llama-3-70B", "GQA"), 327680), (("Llama-3.1-405B", "GQA"), 516096)):
+        assert figures[key][0] == size and f"{size:,}" in capsys.readouterr().out + f"{size:,}"
+    assert round(figures["DeepSeek-V3", "MLA"][1], 1) == 241.8
+    assert round(figures["DeepSeek-V2-Lite", "MLA"][1], 1) == 30.2
+    assert [figures[m, "GQA"][1] for m in ("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B")] == [4, 8, 16]
+    # DeepSeek-V2, table 9: numbers per token, MHA of the small MoE beside MLA.
+    assert figures["DeepSeek-V2-Lite", "MHA"][0] // 2 == 110592
+    assert figures["DeepSeek-V2-Lite", "MLA"][0] // 2 == 15552
+
+
+# ---- moe.py ----
+
+def _moe_layer(**options):
+    torch.manual_seed(0)
+    settings = dict(top_k=2, score_func="sigmoid") | options
+    layer = moe.MoE(12, 7, 6, settings.pop("shared", 1), **settings).double()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return layer
+
+
+def _moe_definition(layer, x):
+    """Every expert on every token, in loops over tokens for the choice. x (n, d)."""
+    r = layer.router
+    logits = x @ r.weight.T
+    scores = logits.sigmoid() if r.score_func == "sigmoid" else logits.softmax(-1)
+    size, out = scores.shape[1] // r.n_group, []
+    for t in range(len(x)):
+        biased = (scores[t] + layer.expert_bias).tolist()
+        groups = [sorted(biased[g * size:(g + 1) * size], reverse=True) for g in range(r.n_group)]
+        worth = [sum(g[:2]) if r.score_func == "sigmoid" else g[0] for g in groups]
+        best = sorted(range(r.n_group), key=lambda g: (-worth[g], g))[:r.topk_group]
+        reachable = [e for e in range(len(biased)) if e // size in best]
+        chosen = sorted(reachable, key=lambda e: (-biased[e], e))[:r.top_k]
+        gates = scores[t, chosen]
+        if r.route_norm:
+            gates = gates / gates.sum()
+        y = 0
+        for gate, e in zip(gates * r.route_scale, chosen):
+            w1, w3, w2 = layer.experts.w1[e], layer.experts.w3[e], layer.experts.w2[e]
+            y = y + gate * (w2 @ (F.silu(w1 @ x[t]) * (w3 @ x[t])))
+        if layer.shared_experts is not None:
+            s = layer.shared_experts
+            y = y + s.w2.weight @ (F.silu(s.w1.weight @ x[t]) * (s.w3.weight @ x[t]))
+        out.append(y)
+    return torch.stack(out)
+
+
+def _moe_compare(layer, x):
+    weights = [x, *layer.parameters()]
+    got, expected = layer(x).flatten(0, 1), _moe_definition(layer, x.flatten(0, 1))
+    pull = torch.randn_like(got)
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(got, weights, pull)
+    for a, b in zip(grads, torch.autograd.grad(expected, weights, pull)):
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
+    if layer.router.top_k > 1:  # one chosen expert has a gate weight of 1 whatever its score
+        assert grads[1].abs().max() > 1e-6
+    return grads
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"score_func": "softmax", "route_norm": False, "route_scale": 16.0},
+    {"n_group": 3, "topk_group": 2, "route_scale": 2.5}, {"top_k": 6}, {"top_k": 1},
+    {"score_func": "softmax", "n_group": 2, "topk_group": 1, "top_k": 3}, {"shared": 0},
+    {"shared": 2}])
+@pytest.mark.parametrize("shape", [(2, 9), (1, 1), (3, 1)])
+def test_outputs_and_all_gradients_equal_the_definition(options, shape):
+    layer = _moe_layer(**options)
+    layer.expert_bias.uniform_(-0.3, 0.3)
+    _moe_compare(layer, torch.randn(*shape, 12, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("bias", [[9, 9, 0, 0, 0, 0], [0, 0, 0, 0, 0, -9], [9, 0, 0, 0, 0, 0]])
+def test_experts_with_no_or_all_tokens_get_gradients_never_none(bias):
+    layer = _moe_layer()
+    layer.expert_bias.copy_(torch.tensor(bias, dtype=torch.float32))
+    _moe_compare(layer, torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True))
+    layer(torch.randn(2, 5, 12, dtype=torch.float64)).sum().backward()
+    counts = layer.tokens_per_expert
+    starved = counts == 0
+    assert starved.any() or bias[0] == 9
+    for w in layer.experts.parameters():
+        assert w.grad is not None and not w.grad[starved].any()
+        assert all(g.any() for g in w.grad[~starved])
+
+
+def test_one_token_for_one_expert():
+    layer = _moe_layer(top_k=1, shared=0)
+    x = torch.randn(1, 1, 12, dtype=torch.float64, requires_grad=True)
+    _moe_compare(layer, x)
+    assert sorted(layer.tokens_per_expert.tolist()) == [0, 0, 0, 0, 0, 1]
+
+
+def test_gate_maths_by_hand():
+    router = moe.Router(2, 4, top_k=2, n_group=2, topk_group=1, route_scale=2.5)
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5], [0.3, 0.2, 0.9, 0.1]])
+    # Groups by the sum of their two best: 1.0 against 1.1, then 0.5 against 1.0.
+    ids = router.select(scores, torch.zeros(4))
+    assert ids.tolist() == [[2, 3], [2, 3]]
+    assert torch.allclose(router.gate(scores, ids)[0], 2.5 * torch.tensor([0.6, 0.5]) / 1.1)
+    # Biased scores below zero in the group that is kept do not open the other one.
+    assert router.select(scores, torch.tensor([-2.0, -2.0, -9.0, -9.0])).tolist() == [[0, 1], [0, 1]]
+    softmax = moe.Router(2, 4, top_k=2, score_func="softmax", n_group=2, topk_group=1)
+    assert softmax.select(scores, torch.zeros(4)).tolist() == [[0, 1], [2, 3]]
+
+
+def test_ties_go_to_the_lowest_number_whatever_the_batch():
+    router = moe.Router(2, 64, top_k=3)
+    scores = torch.zeros(500, 64)
+    scores[:, 10:30] = 0.5
+    for rows in (1, 7, 500):
+        ids = router.select(scores[:rows], torch.zeros(64))
+        assert (ids == torch.tensor([10, 11, 12])).all()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_counts_are_of_backwards_not_of_forwards(recompute):
+    layer = _moe_layer(seq_balance_coeff=0.1, aux_loss_coeff=0.2)
+    x = torch.randn(3, 4, 12, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        layer(x)
+    assert not layer.tokens_per_expert.any() and layer.balance_loss == 0
+    totals = []
+    for microbatches in (1, 3):
+        moe.reset_counts(layer)
+        for part in x.chunk(microbatches):
+            out = (repeat_forward(layer, part, 1.0, use_reentrant=False) if recompute
+                   else layer(part, 1.0))
+            out.sum().backward()
+        totals.append((layer.tokens_per_expert.clone(), layer.balance_loss.item()))
+    assert totals[0][0].sum() == 3 * 4 * 2
+    assert torch.equal(totals[0][0], totals[1][0])
+    assert totals[0][1] == pytest.approx(totals[1][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("seq, aux", [(1.0, 0.0), (0.0, 1.0), (0.3, 0.7)])
+def test_balance_losses_and_their_gradients_equal_autograds(score_func, seq, aux):
+    """The loss written out as in the papers, differentiated by autograd; groups and bias make the
+    two kinds of counts differ."""
+    layer = _moe_layer(score_func=score_func, seq_balance_coeff=seq, aux_loss_coeff=aux, n_group=3,
+                       topk_group=2)
+    layer.expert_bias.uniform_(-0.5, 0.5)
+    x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    expected = 0
+    for sequence in x:
+        scores = layer.router(sequence)
+        p = scores / scores.sum(-1, keepdim=True)
+        for coefficient, ids in ((seq, scores.topk(2).indices),
+                                 (aux, layer.router.select(scores, layer.expert_bias))):
+            f = F.one_hot(ids, 6).double().sum((0, 1)) * 6 / (2 * 5)
+            expected = expected + coefficient * (f * p.mean(0)).sum()
+    wanted = torch.autograd.grad(expected * 0.25, [x, layer.router.weight])
+    nothing, something = layer(x, 0.0).sum(), layer(x, 0.25).sum()
+    without = torch.autograd.grad(nothing, [x, layer.router.weight])
+    moe.reset_counts(layer)
+    with_loss = torch.autograd.grad(something, [x, layer.router.weight])
+    for a, b, c in zip(with_loss, without, wanted):
+        assert torch.allclose(a - b, c, rtol=0, atol=1e-12)
+    assert layer.balance_loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_golden_balance_loss_and_bias_update():
+    scores = torch.tensor([0.4, 0.2, 0.1, 0.3], dtype=torch.float64).repeat(1, 4, 1)
+    ids = torch.tensor([[[0, 3], [0, 3], [0, 3], [1, 3]]])
+    assert moe.balance_loss(scores, ids, 0.0, 1.0)[0].item() == pytest.approx(1.3, rel=1e-12)
+    even = torch.tensor([[[0, 1], [2, 3]]])
+    uniform = torch.full((1, 2, 4), 0.25).double()
+    assert moe.balance_loss(uniform, even, 0.0, 1.0)[0].item() == pytest.approx(1.0, rel=1e-12)
+    layer = moe.MoE(2, 2, 4, top_k=2)
+    for counts, moved, violation in (([3, 1, 0, 4], [-1, 1, 1, -1], 1.0), ([2, 2, 2, 2], [0] * 4, 0)):
+        moe.reset_counts(layer)
+        layer.expert_bias.zero_()
+        layer.tokens_per_expert += torch.tensor(counts)
+        assert moe.max_violation(layer) == violation
+        moe.update_expert_bias(layer, 0.001)
+        assert torch.equal(layer.expert_bias, 0.001 * torch.tensor(moved, dtype=torch.float32))
+
+
+def test_the_bias_stays_float32_and_keeps_its_value_when_the_model_is_cast():
+    layer = moe.MoE(4, 4, 4, top_k=1)
+    layer.expert_bias.copy_(torch.tensor([0.1, 0.123456, -0.3, 1e-5]))
+    before = layer.expert_bias.clone()
+    for cast in (layer.bfloat16, layer.half, layer.double, layer.float):
+        cast()
+        assert layer.expert_bias.dtype == torch.float32 and torch.equal(layer.expert_bias, before)
+    assert "expert_bias" in layer.state_dict()
+    assert not any("tokens" in name or "loss" in name for name in layer.state_dict())
+
+
+def test_the_router_scores_in_float32_under_bf16():
+    layer = moe.MoE(64, 8, 8, top_k=2).bfloat16()
+    x = torch.randn(5, 64).bfloat16()
+    scores = layer.router(x)
+    assert scores.dtype == torch.float32
+    exact = (x.double() @ layer.router.weight.double().T).sigmoid()
+    assert (scores - exact).abs().max() < 1e-6
+    assert layer(x[None]).dtype == torch.bfloat16
+
+
+def test_the_silu_product_keeps_two_tensors_and_has_the_right_gradient():
+    gate, up = torch.randn(2, 5, 3, dtype=torch.float64).unbind()
+    gate.requires_grad_(), up.requires_grad_()
+    assert torch.autograd.gradcheck(moe.SiluProduct.apply, (gate, up))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        moe.SiluProduct.apply(gate, up)
+    assert len(kept) == 2
+
+
+def test_grouped_products_equal_one_product_per_expert():
+    x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(4, o, 4, dtype=torch.float64, requires_grad=True) for o in (3, 5)]
+    counts = [2, 0, 6, 1]
+    got = moe.GroupedLinear.apply(x, counts, *weights)
+    expected = [torch.cat([r @ w.T for r, w in zip(x.split(counts), weight)]) for weight in weights]
+    pulls = [torch.randn_like(y) for y in got]
+    for a, b in zip([*got, *torch.autograd.grad(got, [x, *weights], pulls)],
+                    [*expected, *torch.autograd.grad(expected, [x, *weights], pulls)]):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+# ---- model.py ----
+
+def _model_randomised(config, seed=0, dtype=torch.float64):
+    """A model whose norms, biases and routers are not at their telling starting values."""
+    model = built(config, seed, dtype)
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.uniform_(0.5, 1.5)
+            elif "router" in name:
+                p.normal_(0, 0.5)
+        for name, b in model.named_buffers():
+            if name.endswith("expert_bias"):
+                b.uniform_(-0.3, 0.3)
+    return model
+
+
+def _model_relative(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+# Totals and active counts (all, without embedding, without embedding and head) as published.
+PUBLISHED = {
+    "deepseek-v3": (671_026_404_352, 37_552_282_624, 36_625_603_584, 35_698_924_544),
+    "deepseek-v2": (235_741_434_880, 21_375_800_320, 20_851_512_320, 20_327_224_320),
+    "deepseek-v2-lite": (15_706_484_224, 2_661_150_208, 2_451_435_008, 2_241_719_808),
+    "llama3-8b": (8_030_261_248,) * 2 + (None, None),
+    "llama3-70b": (70_553_706_496,) * 2 + (None, None),
+    "llama3-405b": (405_853_388_800,) * 2 + (None, None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_equal_the_published_ones(name):
+    counts = count_parameters(PRESETS[name])
+    total, active, without_embedding, without_both = PUBLISHED[name]
+    assert sum(n for n, _ in counts.values()) == total
+    assert sum(n for _, n in counts.values()) == active
+    if without_embedding:
+        assert active - counts["embedding"][1] == without_embedding
+        assert active - counts["embedding"][1] - counts["head"][1] == without_both
+
+
+def test_deepseek_v3_parts_equal_the_published_ones():
+    counts = count_parameters(PRESETS["deepseek-v3"])
+    assert counts["embedding"][0] == 926_679_040
+    assert counts["routed experts"][0] == 653_908_770_816
+    norms = 61 * (2 * 7168) + 7168  # the block's own; the latents' belong to attention's figure
+    assert counts["attention"][0] + counts["norms"][0] - norms == 61 * 187_107_328
+
+
+@pytest.mark.parametrize("overrides", [
+    [], ["q_lora_rank=0"], ["tie_embeddings=true"], ["num_experts=0", "n_dense_layers=4"],
+    ["n_dense_layers=0", "num_shared_experts=0"], ["num_shared_experts=3", "vocab_size=61"]])
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+def test_parameter_formulas_equal_what_the_built_model_holds(name, overrides):
+    if name == "tiny-dense":
+        overrides = [o for o in overrides if o.startswith(("tie", "vocab"))] + ["n_kv_heads=1"]
+    config = make_config(name, overrides)
+    with torch.device("meta"):
+        model = Transformer(config)
+    held = {"routed experts": 0}
+    for parameter_name, p in model.named_parameters():
+        part = ("norms" if "norm" in parameter_name else
+                "embedding" if parameter_name.startswith("embed") else
+                "head" if parameter_name.startswith("head") else
+                "attention" if ".attn." in parameter_name else
+                "router" if ".router." in parameter_name else
+                "routed experts" if ".experts." in parameter_name else
+                "shared experts" if ".shared_experts." in parameter_name else "dense FFN")
+        held[part] = held.get(part, 0) + p.numel()
+    for part, (total, _) in count_parameters(config).items():
+        assert total == held.get(part, 0), part
+
+
+def test_flops_per_token_equal_the_golden_values():
+    # Megatron's count: no router, the latents' norms in, causal half (GFLOP per token).
+    for name, seq_len, golden, bound in (
+            ("deepseek-v3", 4096, 249.812, 6e-4), ("deepseek-v2", 4096, 155.014, 6e-4),
+            ("deepseek-v2-lite", 4096, 16.386, 6e-4), ("llama3-8b", 8192, 51.470, 6e-4),
+            ("llama3-405b", 8192, 2523.96, 6e-3)):
+        config = PRESETS[name]
+        router = count_parameters(config)["router"][1]
+        latent_norms = config.n_layers * (config.q_lora_rank + config.kv_lora_rank)
+        ours = flops_per_token(config, seq_len) - 6 * router + 6 * latent_norms
+        assert ours / 1e9 == pytest.approx(golden, abs=bound)
+    # The course's count: norms and router in, attention not halved, embedding out.
+    config = PRESETS["deepseek-v2-lite"]
+    norms = 6 * count_parameters(config)["norms"][1]
+    assert flops_per_token(config, 4096, causal=False) + norms == 18_105_996_288
+    whole, half = (flops_per_token(config, 4096, causal) for causal in (False, True))
+    assert 2 * (whole - half) == 3_397_386_240
+    # 6 x active with head + causal attention.
+    for name, golden in (("deepseek-v3", 250.46), ("deepseek-v2", 155.31)):
+        config = PRESETS[name]
+        norms = 6 * count_parameters(config)["norms"][1]
+        assert (flops_per_token(config, 4096) + norms) / 1e9 == pytest.approx(golden, abs=5e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 9000])
+def test_chunked_cross_entropy_equals_torchs_own(tokens):
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(61, 16, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        hidden[0] *= 1e3  # logits of some thousands
+    labels = torch.randint(61, (tokens,))
+    labels[1::3] = IGNORED
+    ours = model_file.ChunkedCrossEntropy.apply(hidden, weight, labels, 0.25)
+    reference = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
+    assert ours.item() == pytest.approx(reference.item(), rel=1e-12)
+    got = torch.autograd.grad(ours, [hidden, weight], torch.tensor(0.25).double())
+    for a, b in zip(got, torch.autograd.grad(reference * 0.25, [hidden, weight])):
+        assert _model_relative(a, b) < 1e-12
+
+
+def test_cross_entropy_of_ignored_labels_alone_is_zero_with_zero_gradients():
+    hidden = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    loss = model_file.ChunkedCrossEntropy.apply(hidden, weight, torch.full((5,), IGNORED), 1.0)
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_float16_loss_gradients_do_not_underflow_given_the_loss_scale():
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 32, requires_grad=True)
+    weight = (torch.randn(512, 32) * 0.1).requires_grad_()
+    labels = torch.randint(512, (64,))
+    seed = 65536.0 / 1e6  # loss scale over a million valid tokens
+    half = [t.detach().half().requires_grad_() for t in (hidden, weight)]
+    loss = model_file.ChunkedCrossEntropy.apply(*half, labels, seed)
+    loss.backward(torch.tensor(seed))
+    (F.cross_entropy(hidden @ weight.T, labels, reduction="sum") * seed).backward()
+    assert _model_relative(half[0].grad.float(), hidden.grad) < 5e-3
+    assert _model_relative(half[1].grad.float(), weight.grad) < 5e-3
+
+
+class _ModelLargest(TorchDispatchMode):
+    """The most numbers in any tensor that an operation makes."""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_full_logits_never_exist():
+    hidden = torch.randn(4096, 4, requires_grad=True)
+    weight = torch.randn(2 ** 17, 4, requires_grad=True)
+    with _ModelLargest() as seen:
+        loss = model_file.ChunkedCrossEntropy.apply(hidden, weight, torch.zeros(4096).long(), 1.0)
+        loss.backward()
+    assert seen.numel <= 2 ** 25 < 4096 * 2 ** 17
+
+
+def _model_attention(q, k, v, scale):
+    """Causal attention by its definition, one head at a time; q (b, s, h, d), k and v (b, s, g, d)."""
+    b, s, h, d = q.shape
+    out = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype)
+    for row in range(b):
+        for head in range(h):
+            group = head // (h // k.shape[2])
+            scores = q[row, :, head] @ k[row, :, group].T * scale
+            scores[torch.ones(s, s).triu(1).bool()] = -math.inf
+            out[row, :, head] = scores.softmax(-1) @ v[row, :, group]
+    return out
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_grouped_query_attention_equals_its_definition(n_kv_heads):
+    config = make_config("tiny-dense", [f"n_kv_heads={n_kv_heads}"])
+    attn = _model_randomised(config).blocks["0"].attn
+    x = torch.randn(2, 7, 64, dtype=torch.float64)
+    angles = torch.arange(7).double()[:, None] * 10000.0 ** (-torch.arange(8).double() / 8)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]  # (s, 1, 8)
+
+    def rotated(t):  # split halves: number i pairs with number i + 8
+        pairs = torch.complex(t[..., :8].contiguous(), t[..., 8:].contiguous()) * turn
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    q, k, v = ((x @ w.weight.T).view(2, 7, -1, 16) for w in (attn.wq, attn.wk, attn.wv))
+    expected = _model_attention(rotated(q), rotated(k), v, 0.25).flatten(2) @ attn.wo.weight.T
+    got = attn(x, (angles.cos(), angles.sin()))
+    assert _model_relative(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+def test_cached_decoding_equals_one_pass_for_ragged_prompts(name):
+    model = _model_randomised(make_config(name))
+    tokens = torch.randint(512, (2, 12))
+    whole = model(tokens)
+    caches = model.new_caches(2, 12, dtype=torch.float64)
+    prompts = torch.tensor([5, 3])
+    padded = tokens[:, :5].clone()
+    padded[1, 3:] = 7  # padding on the right of the shorter prompt
+    with torch.no_grad():
+        prefill = model(padded, torch.arange(5), caches=caches)
+        assert torch.allclose(prefill[0], whole[0, :5], rtol=0, atol=1e-10)
+        assert torch.allclose(prefill[1, :3], whole[1, :3], rtol=0, atol=1e-10)
+        for step in range(7):
+            at = prompts + step
+            hidden = model(tokens.gather(1, at[:, None]), at[:, None], caches=caches)
+            expected = whole[torch.arange(2), at][:, None]
+            assert torch.allclose(hidden, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+def test_generation_with_caches_equals_generation_without(name):
+    model = _model_randomised(make_config(name))
+    prompt = torch.randint(512, (1, 5))
+    got = [t.item() for t in generate(model, prompt, 6, lambda logits: logits.argmax(-1))]
+    tokens = prompt
+    for expected in got:
+        with torch.no_grad():
+            chosen = model.logits(model(tokens)[:, -1]).argmax(-1)
+        assert chosen.item() == expected
+        tokens = torch.cat([tokens, chosen[None]], 1)
+    assert list(generate(model, prompt, 0, None)) == []
+    with pytest.raises(ValueError, match="2044"):
+        next(generate(model, prompt, 2044, None))
+
+
+def test_sampling_follows_temperature_top_k_and_top_p():
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def frequencies(*options):
+        draws = sample(logits.repeat(20000, 1), *options, generator)
+        return (draws.bincount(minlength=4) / 20000).tolist()
+
+    assert frequencies(1.0, 0, 1.0) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.015)
+    assert frequencies(1.0, 2, 1.0) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.015)
+    assert frequencies(1.0, 0, 0.6) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.015)
+    assert frequencies(1.0, 0, 1e-9) == [1, 0, 0, 0]
+    square = torch.tensor([0.25, 0.0625, 0.0225, 0.01])
+    assert frequencies(0.5, 0, 1.0) == pytest.approx((square / square.sum()).tolist(), abs=0.015)
+    assert sample(logits, 0, 0, 1.0).item() == 0
+
+
+def _model_gradients(mode, config, dtype=torch.float64):
+    model = _model_randomised(config, dtype=dtype)
+    apply_recompute(model, mode)
+    torch.manual_seed(3)
+    tokens, labels = torch.randint(config.vocab_size, (2, 2, 33))
+    stored = {}
+
+    def pack(t):
+        stored[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        hidden = model(tokens, balance_seed=0.5)
+    loss = model.head_loss(hidden, labels)
+    loss.backward()
+    counts = [m.tokens_per_expert.clone() for m in model.modules() if isinstance(m, MoE)]
+    return loss, {n: p.grad for n, p in model.named_parameters()}, counts, sum(stored.values())
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recompute_changes_no_loss_gradient_or_count(name, mode):
+    config = make_config(name, ["aux_loss_coeff=0.01"] if name == "tiny" else [])
+    loss, grads, counts, _ = _model_gradients("none", config)
+    again, repeated, recounted, _ = _model_gradients(mode, config)
+    assert loss == again
+    for n in grads:
+        assert _model_relative(repeated[n], grads[n]) < 1e-12, n
+    for a, b in zip(counts, recounted):
+        assert torch.equal(a, b) and a.sum() == 2 * 33 * config.top_k
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+def test_recompute_repeats_what_it_promises(name, monkeypatch):
+    """Calls of each function in forward and backward: `selective` repeats norms, products and
+    up-projections, and no attention; `full` everything."""
+    config, calls = make_config(name), {}
+
+    def counted(cls, method):
+        plain = getattr(cls, method)
+
+        def run(self, *args, **kwargs):
+            calls[method] = calls.get(method, 0) + 1
+            return plain(self, *args, **kwargs)
+        monkeypatch.setattr(cls, method, run)
+
+    attention = type(Transformer(config).blocks["0"].attn)
+    counted(attention, "core")
+    counted(model_file.SwiGLU, "product")
+    if name == "tiny":
+        counted(attention, "expand")
+    seen = {}
+    for mode in ("none", "selective", "full"):
+        calls.clear()
+        _model_gradients(mode, config)
+        seen[mode] = dict(calls)
+    layers = config.n_layers
+    assert seen["none"]["core"] == seen["selective"]["core"] == layers
+    assert seen["full"]["core"] == 2 * layers
+    for method in set(seen["none"]) - {"core"}:
+        assert seen["selective"][method] == seen["full"][method] == 2 * seen["none"][method]
+
+
+def test_starting_values_depend_on_seed_and_name_alone():
+    config = make_config("tiny", [])
+    deep = make_config("tiny", ["n_layers=6", "vocab_size=700"])
+    a, b, c = built(config, 1), built(deep, 1), built(config, 2)
+    for name, p in a.named_parameters():
+        if name.startswith("blocks"):
+            assert torch.equal(p, b.get_parameter(name)), name
+        if "norm" not in name:
+            assert not torch.equal(p, c.get_parameter(name)), name
+            if p.numel() > 10000:
+                assert p.std().item() == pytest.approx(config.init_std, rel=0.05)
+    experts = a.blocks["1"].ffn.experts.w1
+    flat = [e.flatten() for e in experts] + [a.blocks["2"].ffn.experts.w1[0].flatten()]
+    assert all(not torch.equal(x, y) for i, x in enumerate(flat) for y in flat[:i])
+    for p, q in zip(a.parameters(), built(config, 1, torch.float64).parameters()):
+        assert torch.equal(p.double(), q)
+
+
+def test_tables_and_expert_biases_stay_wide_in_a_bf16_model():
+    model = built(make_config("tiny", [])).bfloat16()
+    cos, sin = model.rope_table(torch.arange(4), torch.bfloat16)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert model.blocks["1"].ffn.expert_bias.dtype == torch.float32
+    assert model(torch.zeros(1, 4).long()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.float64, 1e-14),
+                                          (torch.bfloat16, 8e-3)])
+def test_fused_rms_norm_equals_the_formula(dtype, bound):
+    norm = torch.nn.RMSNorm(48, 1e-6, dtype=dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(5, 48, dtype=dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    assert _model_relative(norm(x).double(), expected) < bound
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense"])
+def test_attention_sees_neither_the_future_nor_other_documents(name):
+    def same(a, b):  # an expert's batch changes with other tokens' choices, and rounding with it
+        return torch.allclose(a, b, rtol=0, atol=1e-12)
+
+    model = _model_randomised(make_config(name))
+    tokens = torch.randint(512, (1, 12))
+    ids = torch.tensor([[0] * 5 + [1] * 7])
+    changed = tokens.clone()
+    changed[0, 2] = (tokens[0, 2] + 1) % 512
+    plain, other = model(tokens), model(changed)
+    assert same(plain[:, :2], other[:, :2]) and not same(plain[:, 5:], other[:, 5:])
+    apart, moved = model(tokens, document_ids=ids), model(changed, document_ids=ids)
+    assert same(apart[:, 5:], moved[:, 5:]) and not same(apart[:, 2:5], moved[:, 2:5])
+    # A packed document is what it is alone: rotary scores depend on distances only.
+    assert same(apart[:, 5:], model(tokens[:, 5:]))
+    embedded = model.embed.weight
+    grad, = torch.autograd.grad(apart[:, 5:].square().sum(), embedded)
+    first_only = set(tokens[0, :5].tolist()) - set(tokens[0, 5:].tolist())
+    assert first_only and not grad[list(first_only)].any()
+
+
+def test_yarn_changes_the_model_only_beyond_its_first_length():
+    short = make_config("tiny", ["rope_factor=40", "mscale_all_dim=1"])
+    long = make_config("tiny", ["rope_factor=40", "mscale_all_dim=1", "original_seq_len=512"])
+    assert short.yarn_factor == 1 and long.yarn_factor == 40
+    assert built(short).blocks["0"].attn.scale == 24 ** -0.5
+    assert built(long).blocks["0"].attn.scale == pytest.approx(24 ** -0.5 * 1.3688879454 ** 2)
+    with pytest.raises(ValueError, match="2048"):
+        built(short)(torch.zeros(1, 2049).long())
+
+
+@pytest.mark.parametrize("name, override, words", [
+    ("tiny", "n_layer=3", "n_layers"), ("tiny", "dim", "="), ("tiny", "dim=x", "int"),
+    ("tiny", "dim=0", "dim=0"), ("tiny", "top_k=9", "8"), ("tiny", "n_group=3", "1, 2, 4, 8"),
+    ("tiny", "topk_group=2", "n_group=1"), ("tiny", "score_func=relu", "softmax"),
+    ("tiny", "n_kv_heads=2", "kv_lora_rank=0"), ("tiny", "kv_lora_rank=0", "n_kv_heads=0"),
+    ("tiny", "qk_rope_head_dim=7", "even"), ("tiny", "n_dense_layers=5", "n_layers=4"),
+    ("tiny-dense", "n_kv_heads=3", "1, 2, 4"), ("tiny-dense", "qk_rope_head_dim=8", "16"),
+    ("tiny-dense", "q_lora_rank=8", "q_lora_rank=0"), ("tiny", "norm_eps=-1", "norm_eps"),
+    ("tiny", "tie_embeddings=maybe", "bool"), ("tinny", "dim=1", "tiny")])
+def test_nonsense_configurations_are_refused_by_name(name, override, words):
+    with pytest.raises(ValueError, match=words):
+        make_config(name, [override])
+
+
+# ---- data.py ----
+
+BYTES = data.load_tokenizer("bytes")
+
+
+def _data_folder(tmp_path, documents=30, name="text"):
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    for i in range(documents):
+        (folder / f"{i:03}.txt").write_text(f"Dokument {i}, größer: " + "abcde " * (i + 2))
+    return folder
+
+
+def _data_open(path, tmp_path, tokenizer=BYTES, **options):
+    paths = path if isinstance(path, list) else [str(path)]
+    return data.open_corpus(paths, tokenizer, cache_dir=tmp_path / "cache",
+                            progress=lambda line: None, **options)
+
+
+def _data_texts(stream):
+    ends = [*stream.starts[1:], stream.n_tokens]
+    return [BYTES.decode_bytes(stream.read(int(a), int(b - a) - 1).tolist()).decode()
+            for a, b in zip(stream.starts, ends)]
+
+
+def test_the_bytes_tokenizer_is_tiktokens_and_fast():
+    text = "naïve <|endoftext|> 🙂\n\x00 tail"
+    assert data.encode(BYTES, text.encode()).tolist() == BYTES.encode_ordinary(text) + [256]
+    assert BYTES.n_vocab == 257 and BYTES.eot_token == 256
+    start = time.perf_counter()
+    data.encode(BYTES, b"x" * 10 ** 7)
+    assert time.perf_counter() - start < 2
+
+
+def test_a_rank_file_gives_a_tokenizer_and_a_damaged_one_an_error(tmp_path):
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
+    path = tmp_path / "mine.tiktoken"
+
+    def write(ranks):
+        path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in ranks.items()))
+    write(ranks)
+    tokenizer = data.load_tokenizer(str(path))
+    assert tokenizer.encode_ordinary("the the") == [257, 258] or tokenizer.n_vocab == 260
+    assert tokenizer.decode(tokenizer.encode_ordinary("the the thé")) == "the the thé"
+    assert data.encode(tokenizer, b"the").tolist() == [257, 259]
+    del ranks[b"q"]
+    write(ranks)
+    with pytest.raises(ValueError, match="0x71"):
+        data.load_tokenizer(str(path))
+    path.write_text("no such thing\nat all")
+    with pytest.raises(ValueError, match="rank file"):
+        data.load_tokenizer(str(path))
+    with pytest.raises(ValueError, match="no such file"):
+        data.load_tokenizer(str(tmp_path / "none.tiktoken"))
+    with pytest.raises(ValueError, match="no such encoding.*gpt2"):
+        data.load_tokenizer("gpt9")
+
+
+def test_an_encoding_that_cannot_be_fetched_says_what_to_do(monkeypatch, tmp_path):
+    def offline(name):
+        raise ConnectionError("no network")
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR.*9b5ad71b2ce5302211f9c61530b329a4922fc6a4"):
+        data.load_tokenizer("cl100k_base")
+
+
+def test_a_vocabulary_larger_than_the_models_names_both_numbers():
+    data.check_vocabulary(BYTES, 257)
+    with pytest.raises(ValueError, match="257 tokens.*vocab_size=256"):
+        data.check_vocabulary(BYTES, 256)
+
+
+@pytest.mark.parametrize("documents", [1, 7, 19, 20, 100])
+def test_train_and_validation_share_nothing_and_lose_nothing(tmp_path, documents):
+    folder = _data_folder(tmp_path, documents)
+    train, validation = _data_open(folder, tmp_path)
+    written = [(folder / f"{i:03}.txt").read_text() for i in range(documents)]
+    total = sum(len(t.encode()) + 1 for t in written)
+    assert train.n_tokens + validation.n_tokens == total
+    if documents >= 20:
+        assert sorted(_data_texts(train) + _data_texts(validation)) == sorted(written)
+        assert not set(_data_texts(train)) & set(_data_texts(validation))
+        assert len(validation.starts) == documents // 20
+    assert 0 < validation.n_tokens < 0.2 * total
+    # The same texts elsewhere split alike.
+    other = tmp_path / "moved"
+    folder.rename(other)
+    again = _data_open(other, tmp_path)
+    assert [s.fingerprint for s in again] == [train.fingerprint, validation.fingerprint]
+
+
+def test_json_lines_are_documents_also_across_pieces(tmp_path):
+    texts = [f"line {i} " * (i % 7 + 1) for i in range(50)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(json.dumps({"text": t, "other": 1}) for t in texts) + "\n\n")
+    train, validation = _data_open(path, tmp_path)
+    assert sorted(_data_texts(train) + _data_texts(validation)) == sorted(texts)
+    jobs = data.cut_into_jobs({str(path): "lines.jsonl"}, size=100)
+    assert len(jobs) > 5
+    assert [d.decode() for job in jobs for d in data.read_documents(job, "strict")] == texts
+    path.write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        _data_open(path, tmp_path)
+
+
+@pytest.mark.parametrize("content, options, words", [
+    (b"", {}, "every file is empty"), (b"abc\xff def", {}, r"byte 3 \(0xff\).*--errors replace"),
+    (b"ok", {"path": "missing.txt"}, "no such file"), (b"ok", {"path": "*.rst"}, "no file there")])
+def test_bad_text_is_refused_with_file_and_place(tmp_path, content, options, words):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        _data_open(tmp_path / options.get("path", "bad.txt"), tmp_path)
+    if b"\xff" in content:
+        train, validation = _data_open(path, tmp_path, errors="replace")
+        whole = [*train.read(0, 99), *validation.read(0, 99)]
+        assert BYTES.decode_bytes(whole[:-1]).decode() == "abc\ufffd def"
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused_with_the_numbers(tmp_path):
+    train, _ = _data_open(_data_folder(tmp_path, 1), tmp_path)
+    data.Batches(train, train.n_tokens - 1, 1, 0)
+    with pytest.raises(ValueError, match=f"{train.n_tokens} tokens.*needs {train.n_tokens + 1}"):
+        data.Batches(train, train.n_tokens, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint8, np.int32, np.int64])
+def test_megatrons_format_is_read_and_written_as_it_is_defined(tmp_path, dtype):
+    documents = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 250], [10, 11]]
+    # The bytes by hand, field by field.
+    code = {np.uint8: 1, np.int32: 4, np.int64: 5, np.uint16: 8}[dtype]
+    size, ends = np.dtype(dtype).itemsize, [3, 4, 10, 12]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<QQ", 4, 5) + struct.pack("<4i", 3, 1, 6, 2)
+    index += struct.pack("<4q", *(size * e for e in [0] + ends[:-1])) + struct.pack("<5q", *range(5))
+    binary = np.concatenate(documents).astype(dtype).tobytes()
+    (tmp_path / "hand.idx").write_bytes(index)
+    (tmp_path / "hand.bin").write_bytes(binary)
+    tokens, starts = data.read_megatron(str(tmp_path / "hand"))
+    assert tokens.tolist() == sum(documents, []) and starts.tolist() == [0, 3, 4, 10]
+    data.write_megatron(str(tmp_path / "ours"), documents, dtype)
+    assert (tmp_path / "ours.idx").read_bytes() == index
+    assert (tmp_path / "ours.bin").read_bytes() == binary
+
+
+def test_damaged_token_files_are_refused(tmp_path):
+    data.write_megatron(str(tmp_path / "m"), [[1, 2, 3]] * 40, np.uint16)
+    index, binary = tmp_path / "m.idx", tmp_path / "m.bin"
+    good, tokens = index.read_bytes(), binary.read_bytes()
+    _data_open(binary, tmp_path)
+    for raw, words in ((good[:20], "cut short"), (good[:-4], "cut short or damaged"),
+                       (b"X" + good[1:], "not a Megatron index"),
+                       (good[:17] + b"\x07" + good[18:], "type 7"),
+                       (good[:34] + b"\xff" + good[35:], "cut short|contradict")):
+        index.write_bytes(raw)
+        with pytest.raises(ValueError, match=words):
+            _data_open(binary, tmp_path)
+    index.write_bytes(good)
+    binary.write_bytes(tokens[:-2])
+    with pytest.raises(ValueError, match="238 bytes.*240"):
+        _data_open(binary, tmp_path)
+    index.unlink()
+    binary.write_bytes(tokens[:-1])
+    with pytest.raises(ValueError, match="no whole number of uint16"):
+        _data_open(binary, tmp_path)
+    np.array([1, 2, 300, 4] * 20, np.uint16).tofile(binary)
+    with pytest.raises(ValueError, match="token 2 is 300.*257"):
+        _data_open(binary, tmp_path)
+    binary.write_bytes(b"")
+    with pytest.raises(ValueError, match="empty"):
+        _data_open(binary, tmp_path)
+
+
+def test_token_files_know_their_documents_and_split_at_one(tmp_path):
+    documents = [[i] * 9 + [256] for i in range(40)]
+    np.concatenate(documents).astype(np.uint16).tofile(tmp_path / "flat.bin")
+    data.write_megatron(str(tmp_path / "mega"), [d[:-1] for d in documents], np.uint16)
+    for path, length in ((tmp_path / "flat.bin", 10), (tmp_path / "mega.bin", 9)):
+        train, validation = _data_open(path, tmp_path)
+        assert train.n_tokens == 38 * length and validation.n_tokens == 2 * length
+        assert np.diff(train.starts).tolist() == [length] * 37
+        assert validation.starts.tolist() == [0, length]
+        assert validation.read(0, 1).item() == 38
+    both, _ = _data_open([str(tmp_path / "flat.bin"), str(tmp_path / "mega.bin")], tmp_path)
+    assert both.n_tokens == 38 * 19 and both.read(378, 4).tolist() == [37, 256, 0, 0]
+    assert both.document_ids(378, 4).tolist() == [37, 37, 38, 38]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 17, 1000])
+def test_the_permutation_is_one_and_changes_with_its_key(n):
+    orders = [[data.permuted(i, n, data.hash64(key)) for i in range(n)] for key in range(8)]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    if n >= 17:
+        assert len({tuple(order) for order in orders}) == 8
+        near = sum(abs(a - b) == 1 for a, b in zip(orders[0], orders[0][1:]))
+        assert near < n / 4  # neighbours do not stay neighbours
+
+
+def test_the_permutation_looks_random():
+    """First place of 10 over 4,000 keys: each number about equally often (chi-squared, 9 degrees of
+    freedom: under 27.9 with probability 0.999)."""
+    seen = collections.Counter(data.permuted(0, 10, data.hash64(k)) for k in range(4000))
+    assert sum((seen[i] - 400) ** 2 / 400 for i in range(10)) < 27.9
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_three_epochs_read_every_sequence_once_each_in_any_split(tmp_path, parts):
+    train, _ = _data_open(_data_folder(tmp_path, 25), tmp_path)
+    batches = data.Batches(train, 16, 6, seed=3)
+    n = batches.n_sequences
+    rows = []
+    for step in range(3 * n // 6 + 1):
+        pieces = [batches.get(step, start, 6 // parts) for start in range(0, 6, 6 // parts)]
+        whole = batches.get(step)
+        for field in (0, 1):
+            assert torch.equal(torch.cat([p[field] for p in pieces]), whole[field])
+        rows += [tuple(r.tolist()) for r in whole.tokens]
+    expected = sorted(tuple(train.read(16 * i, 16).tolist()) for i in range(n))
+    epochs = [rows[e * n:(e + 1) * n] for e in range(3)]
+    assert all(sorted(epoch) == expected for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    other = data.Batches(train, 16, 6, seed=4)
+    assert not torch.equal(other.get(0).tokens, batches.get(0).tokens)
+    # Step 5 asked for first is step 5 asked for last; validation in between disturbs nothing.
+    fresh = data.Batches(train, 16, 6, seed=3)
+    list(fresh.in_order(3))
+    assert torch.equal(fresh.get(5).tokens, batches.get(5).tokens)
+
+
+def _data_rank_rows(rank, world_size, folder, cache):
+    train, _ = data.open_corpus([folder], BYTES, cache_dir=cache, progress=lambda line: None)
+    rows = 6 // world_size
+    return [data.Batches(train, 16, 6, 3).get(step, rank * rows, rows).tokens.tolist()
+            for step in range(4)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_start_together_read_disjoint_rows_of_one_batch(tmp_path, world_size):
+    folder = str(_data_folder(tmp_path, 25))
+    found = ranks(world_size, _data_rank_rows, folder, str(tmp_path / "cache"))
+    alone = _data_rank_rows(0, 1, folder, str(tmp_path / "other"))
+    for step in range(4):
+        assert sum((found[rank][step] for rank in range(world_size)), []) == alone[step]
+
+
+def test_labels_are_the_next_tokens_and_boundaries_can_be_masked(tmp_path):
+    train, _ = _data_open(_data_folder(tmp_path, 25), tmp_path)
+    plain = data.Batches(train, 64, 4, 0).get(1)
+    marked = data.Batches(train, 64, 4, 0, mask_boundaries=True, isolate_documents=True).get(1)
+    assert plain.document_ids is None and torch.equal(plain.tokens, marked.tokens)
+    assert torch.equal(plain.tokens[:, 1:], plain.labels[:, :-1])
+    number = data.Batches(train, 64, 4, 0).sequence_number(1, 0)
+    assert plain.labels[0, -1] == train.read(64 * number + 64, 1).item()
+    ends = marked.tokens == 256  # after the end of a text comes another document
+    assert ends.any()
+    assert torch.equal(marked.labels, torch.where(ends, data.IGNORED, plain.labels))
+    for ids, is_end in zip(marked.document_ids, ends):
+        assert torch.equal(ids[1:] - ids[:-1], is_end[:-1].long())
+
+
+def test_in_order_reads_the_beginning_once(tmp_path):
+    train, _ = _data_open(_data_folder(tmp_path, 25), tmp_path)
+    batches = data.Batches(train, 16, 4, 0)
+    tokens = torch.cat([b.tokens for b in batches.in_order(10)])
+    assert tokens.flatten().tolist() == train.read(0, 160).tolist()
+    assert sum(len(b.tokens) for b in batches.in_order(10 ** 9)) == batches.n_sequences
+
+
+def _data_start(code, *arguments):
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=HERE,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+DATA_BUILD = """
+import os, signal, sys, time, data
+folder, cache, how = sys.argv[1:]
+encode, built = data.encode, []
+def slow(tokenizer, document):
+    built.append(1)
+    if how == "kill" and len(built) == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+    return encode(tokenizer, document)
+data.encode = slow
+train, _ = data.open_corpus([folder], data.load_tokenizer("bytes"), cache_dir=cache,
+                            progress=lambda line: None)
+print(len(built), train.n_tokens, train.fingerprint)
+"""
+
+
+def test_programs_that_start_together_tokenise_once_and_a_killed_one_leaves_nothing(tmp_path):
+    folder, cache = str(_data_folder(tmp_path)), str(tmp_path / "cache")
+    killed = _data_start(DATA_BUILD, folder, cache, "kill")
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert [p.suffix for p in Path(cache).iterdir() if p.is_dir()] == [".partial"]
+    children = [_data_start(DATA_BUILD, folder, cache, "work") for _ in range(3)]
+    said = [child.communicate(timeout=60)[0].split() for child in children]
+    assert sorted(int(s[0]) for s in said) == [0, 0, 30], said
+    assert len({tuple(s[1:]) for s in said}) == 1
+    assert not list(Path(cache).glob("*.partial"))
+
+
+def test_a_changed_file_is_tokenised_again(tmp_path):
+    folder = _data_folder(tmp_path)
+    first, _ = _data_open(folder, tmp_path)
+    (folder / "000.txt").write_text("something else entirely")
+    second, _ = _data_open(folder, tmp_path)
+    assert first.fingerprint != second.fingerprint
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_with_a_note(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    folder = data.cache_folder(tmp_path / "file" / "cache")
+    assert folder.is_dir() and "can't be written" in capsys.readouterr().err
+
+
+def test_a_pool_of_processes_gives_the_tokens_of_one(tmp_path, monkeypatch):
+    folder = _data_folder(tmp_path, 8)
+    (folder / "000.txt").write_text("the quick brown fox " * 300_000)  # 6 MB: worth a pool
+    ranks_ = {bytes([i]): i for i in range(256)} | {b"th": 256, b"qu": 257}
+    tokenizer = tiktoken.Encoding("own", pat_str=data.SPLIT_PATTERN, mergeable_ranks=ranks_,
+                                  special_tokens={data.EOT: 258})
+    found = [t for _, t in data.tokenize(data.find_files([str(folder)]), tokenizer, "strict",
+                                         lambda line: None)]
+    for name, tokens in zip(sorted(os.listdir(folder)), found):
+        expected = tokenizer.encode_ordinary((folder / name).read_text()) + [258]
+        assert tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("vocab", [7, 3000])
+def test_entropies_equal_counting_in_dictionaries(vocab):
+    rng = np.random.default_rng(0)
+    train, validation = (data.TokenStream("x", [rng.zipf(1.5, n).clip(max=vocab) - 1],
+                                          np.zeros(1, np.int64), "") for n in (5000, 400))
+    a, b = train.read(0, 5000).tolist(), validation.read(0, 400).tolist()
+    one, two, first = (collections.Counter(x) for x in (a, zip(a, a[1:]), a[:-1]))
+    unigram = -sum(math.log((one[t] + 1) / (5000 + vocab)) for t in b[1:]) / 399
+    bigram = -sum(math.log((two[p] + 1) / (first[p[0]] + vocab)) for p in zip(b, b[1:])) / 399
+    got = data.ngram_entropies(train, validation, vocab)
+    assert got == pytest.approx((unigram, bigram), rel=1e-12)
+
+
+def test_the_standard_library_is_a_corpus_without_its_tests():
+    names = list(data.standard_library().values())
+    assert len(names) > 300 and "argparse.py" in names
+    assert not [n for n in names if "site-packages" in n or "/test/" in n or n.startswith("test/")]
+
+
+def test_token_files_are_written_and_inspected(tmp_path, capsys, monkeypatch):
+    folder = _data_folder(tmp_path, 25)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for kind in ("flat", "megatron"):
+        assert not data.main(["tokenize", str(folder), "--out", str(tmp_path / kind),
+                              "--format", kind])
+        assert not data.main(["inspect", str(tmp_path / f"{kind}.bin")])
+        assert "Dokument 0, größer" in capsys.readouterr().out
+    assert (tmp_path / "flat.bin").read_bytes() == (tmp_path / "megatron.bin").read_bytes()
+    assert data.main(["inspect", str(tmp_path / "none.bin")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- optim.py ----
+
+def test_formats_are_the_published_ones():
+    for name, dtype in optim.FORMATS.items():
+        row = optim.describe_format(dtype)
+        assert row[:2] + row[3:] == optim.EXPECTED[name][:2] + optim.EXPECTED[name][3:]
+        assert row[2] == pytest.approx(optim.EXPECTED[name][2], rel=1e-4)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    """Gradients of zero, lr 1, weight decay 0.1: matrices shrink to 0.9 and norms stay."""
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4, bias=False),
+                                torch.nn.RMSNorm(4))
+    model.stacked = torch.nn.Parameter(torch.ones(2, 3, 4))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for kind in ("adamw", "sgd"):
+        for (name, p) in model.named_parameters():
+            p.data.copy_(before[name])
+            p.grad = torch.zeros_like(p)
+        groups = optim.parameter_groups(model.named_parameters(), 0.1)
+        optim.make_optimizer(kind, groups, 1.0).step()
+        for name, p in model.named_parameters():
+            if kind == "adamw":  # decoupled decay
+                expected = before[name] * (0.9 if p.dim() > 1 else 1.0)
+                assert torch.allclose(p, expected, rtol=1e-6, atol=0), name
+    assert sorted(n for g in groups for n in g["names"]) == sorted(before)
+    with pytest.raises(ValueError, match="adamw or sgd"):
+        optim.make_optimizer("adam", [], 1.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "linear", "constant"])
+@pytest.mark.parametrize("steps, warmup", [(100, 10), (1, 0), (5, 5), (7, 20), (40, 0)])
+def test_schedules_rise_to_the_peak_and_end_at_their_floor(schedule, steps, warmup):
+    rates = [optim.learning_rate(s, steps, 2.0, 0.5, warmup, schedule) for s in range(steps)]
+    for step in range(min(warmup, steps)):
+        assert rates[step] == pytest.approx(2.0 * (step + 1) / warmup)
+    if steps > warmup:
+        assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.5)
+        after = rates[warmup:]
+        assert all(a >= b for a, b in zip(after, after[1:]))
+    assert optim.learning_rate(steps + 5, steps, 2.0, 0.5, warmup, schedule) <= 2.0
+
+
+def test_schedules_have_the_values_of_their_formulas():
+    def at(schedule, step):
+        return optim.learning_rate(step, 110, 1.0, 0.0, 10, schedule)
+    assert at("cosine", 59) == pytest.approx(0.5) and at("linear", 59) == pytest.approx(0.5)
+    assert at("cosine", 34) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    assert at("wsd", 87) == 1.0  # the last fifth, 22 steps, decays as 1 - sqrt
+    assert at("wsd", 88) == pytest.approx(1 - math.sqrt(1 / 22))
+    assert at("wsd", 98) == pytest.approx(1 - math.sqrt(11 / 22))
+    with pytest.raises(ValueError, match="wsd"):
+        at("step", 1)
+
+
+def _optim_grads(dtype, scale=1.0):
+    torch.manual_seed(0)
+    parameters = [torch.zeros(shape, dtype=dtype, requires_grad=True)
+                  for shape in ((300, 7), (5,), (), (2, 3, 4))] + [torch.zeros(2, requires_grad=True)]
+    for p in parameters[:-1]:  # the last has no gradient
+        p.grad = torch.randn_like(p) * scale
+    return parameters
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-14), (torch.float32, 1e-6),
+                                          (torch.bfloat16, 1e-5)])
+def test_the_gradient_norm_is_that_of_one_long_vector(dtype, bound):
+    parameters = _optim_grads(dtype)
+    flat = torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
+    norm = optim.gradient_norm(parameters)
+    assert norm.dtype == torch.promote_types(dtype, torch.float32)
+    assert norm.item() == pytest.approx(flat.norm().item(), rel=bound)
+    assert optim.gradient_norm([torch.zeros(2, requires_grad=True)]) == 0
+
+
+def test_clipping_equals_torchs_and_leaves_small_gradients_alone():
+    ours, theirs = _optim_grads(torch.float64), _optim_grads(torch.float64)
+    norm = optim.gradient_norm(ours)
+    optim.clip_(ours, norm, 0.7)
+    torch.nn.utils.clip_grad_norm_(theirs, 0.7)
+    for a, b in zip(ours[:-1], theirs[:-1]):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-6)
+    before = [p.grad.clone() for p in ours[:-1]]
+    optim.clip_(ours, optim.gradient_norm(ours), 0.8)
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, ours))
+
+
+def test_adamw_equals_its_formula():
+    torch.manual_seed(0)
+    p = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    w, m, v = p.detach().clone(), 0, 0
+    optimizer = optim.make_optimizer("adamw", optim.parameter_groups([("p", p)], 0.1), 0.01)
+    for step in range(1, 6):
+        grad = torch.randn_like(p)
+        p.grad = grad.clone()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad ** 2
+        update = (m / (1 - 0.9 ** step)) / ((v / (1 - 0.95 ** step)).sqrt() + 1e-8)
+        w = w * (1 - 0.01 * 0.1) - 0.01 * update
+        assert torch.allclose(p, w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_microbatches_add_up_in_float32(dtype):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    precision = optim.MixedPrecision(model, dtype)
+    assert model.weight.dtype == dtype
+    (name, master), = precision.named_masters()
+    for _ in range(1000):
+        model(torch.ones(1, 1, dtype=dtype)).sum().backward()
+    assert (name, master.dtype, master.grad.item()) == ("weight", torch.float32, 1000)
+    assert model.weight.grad is None
+    with torch.no_grad():
+        master.fill_(1.001)
+    precision.refresh()
+    assert model.weight.item() == torch.tensor(1.001).to(dtype).item()
+
+
+def test_tied_weights_have_one_master_and_one_gradient_of_both_uses():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(3, 3, bias=False)
+            self.b = torch.nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+            self.register_buffer("steps", torch.zeros(2))
+
+        def forward(self, x):
+            return self.b(self.a(x))
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(4, 3)
+    model(x).sum().backward()
+    expected = model.a.weight.grad.clone()
+    model.a.weight.grad = None
+    precision = optim.MixedPrecision(model, torch.bfloat16)
+    assert len(precision.masters) == 1 and model.steps.dtype == torch.float32
+    model(x.bfloat16()).sum().backward()
+    master = precision.masters["a.weight"]
+    assert torch.allclose(master.grad, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_types_need_no_copies(dtype):
+    model = torch.nn.Linear(2, 2).to(dtype)
+    precision = optim.MixedPrecision(model, dtype)
+    assert all(a is b for a, b in zip(precision.masters.values(), model.parameters()))
+    precision.refresh()
+
+
+def test_the_loss_scale_moves_as_torchs_own_does():
+    """Against torch.amp.GradScaler's published numbers: 2^16, halved at once, doubled after 2,000."""
+    torch.manual_seed(0)
+    ours, scale, good = optim.LossScaler(torch.float16), 65536.0, 0
+    for overflow in (torch.rand(9000) < 0.0005).tolist() + [True, True] + [False] * 4100:
+        ours.update(overflow)
+        good = 0 if overflow else good + 1
+        if overflow:
+            scale /= 2
+        elif good == 2000:
+            scale, good = scale * 2, 0
+        assert ours.scale == scale
+    other = optim.LossScaler(torch.float16)
+    other.load_state_dict(ours.state_dict())
+    assert (other.scale, other.good_steps) == (ours.scale, ours.good_steps)
+    for dtype in (torch.float32, torch.bfloat16):
+        inert = optim.LossScaler(dtype)
+        inert.update(True)
+        assert inert.scale == 1 and not inert.active
+
+
+def test_a_model_that_overflows_without_scaling_ends_the_run():
+    scaler = optim.LossScaler(torch.float16)
+    for _ in range(16):
+        scaler.update(True)
+    assert scaler.scale == 1
+    with pytest.raises(FloatingPointError, match="bf16"):
+        scaler.update(True)
+
+
+# ---- checkpoint.py ----
+
+def _checkpoint_damage(name, path):
+    if name == "no .metadata":
+        (path / ".metadata").unlink()
+    elif name == "no run.json":
+        (path / "run.json").unlink()
+    else:
+        (path / "run.json").write_text((path / "run.json").read_text()[:20])
+
+
+@pytest.mark.parametrize("name", ["no .metadata", "no run.json", "half a run.json"])
+def test_the_newest_whole_checkpoint_is_found(tmp_path, name):
+    for step in (2, 10, 9):
+        checkpoint.save(tmp_path, step, {"model.w": torch.ones(2)}, {"step": step, "more": "x" * 50})
+    assert checkpoint.newest(tmp_path).name == "step-10"
+    _checkpoint_damage(name, tmp_path / "checkpoints" / "step-10")
+    assert checkpoint.newest(tmp_path).name == "step-9"
+    assert checkpoint.resolve(tmp_path / "checkpoints").name == "step-9"
+    assert checkpoint.newest(tmp_path / "nothing") is None
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        checkpoint.resolve(tmp_path / "nothing")
+
+
+def test_a_checkpoint_with_a_file_cut_short_is_refused_by_name(tmp_path):
+    path = checkpoint.save(tmp_path, 1, {"model.w": torch.ones(5000)}, {"step": 1})
+    file = next(path.glob("*.distcp"))
+    os.truncate(file, 100)
+    with pytest.raises(ValueError, match="step-1"):
+        checkpoint.load(path, {"model.w": torch.zeros(5000)})
+
+
+def test_saving_a_step_again_replaces_it_and_old_ones_go(tmp_path):
+    for value, step in ((1, 1), (2, 2), (3, 3), (4, 3)):
+        checkpoint.save(tmp_path, step, {"model.w": torch.tensor([float(value)])}, {}, keep=2)
+    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-2", "step-3"]
+    w = torch.zeros(1)
+    checkpoint.load(checkpoint.newest(tmp_path), {"model.w": w})
+    assert w.item() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
+    torch.manual_seed(0)
+    saved = {"model.a": (torch.randn(3, 5) * 100).to(dtype), "model.b": torch.zeros((), dtype=dtype),
+             "model.c": torch.randn(4, 6).to(dtype).T}
+    path = checkpoint.save(tmp_path, 0, saved, {})
+    loaded = {name: torch.empty_like(t) for name, t in saved.items()}
+    checkpoint.load(path, loaded)
+    assert all(torch.equal(saved[name], t) for name, t in loaded.items())
+    with pytest.raises(ValueError, match="model.d is missing"):
+        checkpoint.load(path, {**loaded, "model.d": torch.zeros(1)})
+
+
+def test_two_optimizers_continue_alike_from_a_checkpoint(tmp_path):
+    """AdamW's step counters included: one optimizer goes on, another is loaded."""
+    torch.manual_seed(0)
+    grads = [torch.randn(4, 3) for _ in range(8)]
+
+    def stepped(p, optimizer, grads):
+        for g in grads:
+            p.grad = g.clone()
+            optimizer.step()
+    p = torch.randn(4, 3, requires_grad=True)
+    first = torch.optim.AdamW([p], fused=True)
+    stepped(p, first, grads[:5])
+    path = checkpoint.save(tmp_path, 5, {"model.p": p, **checkpoint.optimizer_tensors(
+        first, {"p": p})}, {})
+    stepped(p, first, grads[5:])
+    q = torch.zeros(4, 3, requires_grad=True)
+    second = torch.optim.AdamW([q], fused=True)
+    checkpoint.load(path, {"model.p": q, **checkpoint.optimizer_tensors(second, {"p": q})})
+    stepped(q, second, grads[5:])
+    assert torch.equal(p, q)
+
+
+def test_a_changed_flag_is_refused_with_both_values():
+    with pytest.raises(ValueError, match="--batch-size was 5 and is now 6"):
+        checkpoint.check_resume({"batch_size": 5, "keep": 1}, {"batch_size": 6, "keep": 2},
+                                ["batch_size"])
+    checkpoint.check_resume({"keep": 1}, {"keep": 2}, ["batch_size"])
+
+
+def test_checkpoints_hold_no_pickled_objects_of_ours(tmp_path):
+    path = checkpoint.save(tmp_path, 0, {"model.w": torch.ones(3)}, {"step": 0})
+    assert json.loads((path / "run.json").read_text()) == {"step": 0}
+    for file in path.glob("*.distcp"):
+        assert torch.load(file, weights_only=True) is not None
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dense", "deepseek-v2", "deepseek-v2-lite",
+                                  "deepseek-v3", "llama3-8b"])
+def test_configurations_survive_the_way_to_transformers_and_back(name):
+    config = dataclasses.replace(PRESETS[name])
+    if name == "tiny":
+        config = make_config(name, ["original_seq_len=512", "rope_factor=4", "n_group=2"])
+    back = ModelConfig(**checkpoint.config_from_hf(json.loads(json.dumps(
+        checkpoint.config_to_hf(config)))))
+    changed = {f.name for f in dataclasses.fields(config)
+               if getattr(config, f.name) != getattr(back, f.name)}
+    # What config.json has no key for, and what only matters with experts or with YaRN.
+    assert changed <= {"bias_update_speed", "seq_balance_coeff", "aux_loss_coeff"} | (
+        {"moe_inter_dim", "top_k", "route_norm", "score_func", "num_shared_experts", "mscale",
+         "rope_factor"} if not config.num_experts else set())
+
+
+def test_the_published_config_of_deepseek_v3_becomes_its_preset():
+    published = {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "qk_nope_head_dim": 128, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4,
+        "num_experts_per_tok": 8, "moe_layer_freq": 1, "first_k_dense_replace": 3,
+        "norm_topk_prob": True, "scoring_func": "sigmoid", "aux_loss_alpha": 0.001,
+        "hidden_act": "silu", "max_position_embeddings": 163840, "initializer_range": 0.006,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": False,
+        "attention_bias": False, "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn"}}
+    assert ModelConfig(**checkpoint.config_from_hf(published)) == PRESETS["deepseek-v3"]
+    for change, key in (({"model_type": "mixtral"}, "model_type"),
+                        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+                        ({"attention_bias": True}, "attention_bias"), ({"hidden_act": "gelu"}, "gelu"),
+                        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+                        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "llama3"),
+                        ({"max_position_embeddings": 4096}, "no extension")):
+        with pytest.raises(ValueError, match=key):
+            checkpoint.config_from_hf({**published, **change})
+    new_style = {k: v for k, v in published.items() if k not in ("rope_scaling", "rope_theta")}
+    new_style["rope_parameters"] = {**published["rope_scaling"], "rope_theta": 10000,
+                                    "rope_type": "yarn"}
+    assert ModelConfig(**checkpoint.config_from_hf(new_style)) == PRESETS["deepseek-v3"]
+
+
+def test_every_parameter_has_names_of_its_own_in_transformers():
+    for name in ("tiny", "tiny-dense", "deepseek-v2-lite"):
+        config = PRESETS[name]
+        names = [w for ours in checkpoint.model_tensors(config)
+                 for w in checkpoint.hf_names(ours, config.num_experts)]
+        assert len(names) == len(set(names))
+        per_layer = 2 * config.n_moe_layers()  # of the stacked experts, each expert has its own
+        stacked = 3 * config.n_moe_layers()
+        assert len(names) == len(checkpoint.model_tensors(config)) + stacked * (
+            max(config.num_experts, 1) - 1) and per_layer >= 0
+
+
+def _checkpoint_transformers(kind):
+    """A small random model made with transformers' own classes, norms and router biases off their
+    telling starting values, and lengths at which YaRN matters."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    yarn = {"type": "yarn", "rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 32}
+    shared = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+                  num_attention_heads=4, max_position_embeddings=256, initializer_range=0.2)
+    deepseek = dict(num_key_value_heads=4, moe_intermediate_size=24, kv_lora_rank=20,
+                    qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
+                    first_k_dense_replace=1, num_experts_per_tok=3)
+    if kind.startswith("llama"):
+        config = transformers.LlamaConfig(
+            **shared, num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5,
+            tie_word_embeddings=kind == "llama-tied",
+            rope_scaling=yarn if kind == "llama-yarn" else None)
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "v3":
+        config = transformers.DeepseekV3Config(
+            **shared, **deepseek, q_lora_rank=16, n_shared_experts=1, n_group=4, topk_group=2,
+            routed_scaling_factor=2.5, norm_topk_prob=True,
+            rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0})
+        model = transformers.DeepseekV3ForCausalLM(config)
+    else:
+        grouped = kind == "v2"
+        config = transformers.DeepseekV2Config(
+            **shared, **deepseek, q_lora_rank=16 if grouped else None, n_shared_experts=2,
+            n_group=4 if grouped else 1, topk_group=2 if grouped else 1,
+            topk_method="group_limited_greedy" if grouped else "greedy",
+            routed_scaling_factor=16.0 if grouped else 1.0, norm_topk_prob=False,
+            rope_scaling={**yarn, "mscale": 0.707, "mscale_all_dim": 0.707})
+        model = transformers.DeepseekV2ForCausalLM(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, t in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                t.uniform_(0.5, 1.5)
+            elif "e_score_correction_bias" in name:
+                t.uniform_(0.0, 0.4)  # negative scores would show transformers' other mask
+            elif "gate.weight" in name:
+                t.normal_(0, 0.4)
+    return model.eval()
+
+
+def _checkpoint_fix_v2_scale(model):
+    """transformers' DeepSeek-V2 leaves out YaRN's factor on the softmax scale, which DeepSeek's own
+    code and transformers' V3 have: give it to it, where it is missing."""
+    config = getattr(model, "config")
+    if config.model_type == "deepseek_v2":
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        for layer in model.model.layers:
+            layer.self_attn.scaling = head_dim ** -0.5 * (0.0707 * math.log(8) + 1) ** 2
+    return model
+
+
+@pytest.mark.parametrize("kind", ["v3", "v2", "v2-lite", "llama", "llama-tied", "llama-yarn"])
+def test_imported_and_exported_models_have_transformers_logits(kind, tmp_path):
+    theirs = _checkpoint_fix_v2_scale(_checkpoint_transformers(kind))
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
+    config, notices = checkpoint.import_hf(tmp_path / "theirs", tmp_path / "ours")
+    with torch.device("meta"):
+        ours = Transformer(config)
+    ours.to_empty(device="cpu")
+    checkpoint.load_model(checkpoint.newest(tmp_path / "ours"), ours)
+    tokens = torch.randint(97, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, got = theirs(tokens).logits, ours.logits(ours(tokens))
+    assert ((got - expected).abs().max() / expected.abs().max()).item() < 1e-4
+    checkpoint.export_hf(tmp_path / "ours", tmp_path / "back", shard_bytes=50_000)
+    again = _checkpoint_fix_v2_scale(type(theirs).from_pretrained(tmp_path / "back")).eval()
+    with torch.no_grad():
+        assert torch.equal(again.float()(tokens).logits, expected)
+
+
+def test_exporting_interleaved_heads_turns_them_into_halves(tmp_path):
+    pytest.importorskip("transformers")
+    import transformers
+    config = make_config("tiny-dense", ["rope_interleaved=true"])
+    model = built(config, 3)
+    checkpoint.save(tmp_path, 1, {f"model.{n}": t for n, t in model.state_dict().items()},
+                    {"config": dataclasses.asdict(config)})
+    checkpoint.export_hf(tmp_path, tmp_path / "hf")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    tokens = torch.randint(512, (1, 50))
+    with torch.no_grad():
+        expected, got = model.logits(model(tokens)), theirs(tokens).logits
+    assert ((got - expected).abs().max() / expected.abs().max()).item() < 1e-4
+
+
+def test_the_commands_refuse_in_one_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    for arguments in (["show", str(tmp_path)], ["export-hf", str(tmp_path), str(tmp_path / "o")],
+                      ["import-hf", str(tmp_path), str(tmp_path / "o")],
+                      ["import-hf", str(tmp_path / "no"), str(tmp_path / "o")]):
+        assert checkpoint.main(arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert not (tmp_path / "o").exists()
+
+
+def test_a_checkpoint_is_shown(tmp_path, capsys):
+    model = built(make_config("tiny-dense"))
+    checkpoint.save(tmp_path, 7, {f"model.{n}": t for n, t in model.state_dict().items()},
+                    {"step": 7, "tokens": 99, "config": {"dim": 64}, "flags": {"seed": 1}})
+    assert not checkpoint.main(["show", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "step 7, 99 tokens" in said and "seed=1" in said and "262,720 numbers" in said
+    assert "model.blocks.3.ffn.w2.weight" in said
+
+
+# ---- train.py ----
+
+# What "bit for bit" speaks of, beside the weights.
+TRAIN_FIELDS = ["step", "loss", "grad_norm", "lr", "tokens", "max_vio", "comm_bytes"]
+
+
+@pytest.fixture(scope="session")
+def train_text(tmp_path_factory):
+    """A folder of 40 small documents: enough for the tests, tokenised in an instant."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(
+            f"{j * i % 97} times {j}" for j in range(120)))
+    return str(folder)
+
+
+def _train_flags(text, *more):
+    return ["--data", text, "--seq-len", "32", "--batch-size", "5", "--micro-batch-size", "2",
+            "--warmup", "3", *more]
+
+
+def _train_run(text, *more):
+    return train.set_up(train.build_parser().parse_args(_train_flags(text, *more)),
+                        report=lambda line: None)
+
+
+def _train_child(*arguments, **options):
+    """train.py as a program of its own."""
+    return subprocess.Popen([sys.executable, "train.py", *arguments], cwd=HERE, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+def _train_metrics(out):
+    lines = Path(out, "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k in TRAIN_FIELDS} for line in lines]
+
+
+def _train_saved(out):
+    path = checkpoint.newest(out)
+    run = train.set_up(train.build_parser().parse_args(
+        _train_flags_of(path, out)), report=lambda line: None)
+    return {name: t.clone() for name, t in train.saved_tensors(run).items()}
+
+
+def _train_flags_of(path, out):
+    flags = checkpoint.read_run(path)["flags"]
+    return _train_flags(flags["data"][0], "--out", str(out), "--resume", "--steps",
+                        str(flags["steps"]), "--dtype", flags["dtype"], "--model", flags["model"])
+
+
+def _train_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("more", [[], ["--dtype", "bf16"], ["--model", "tiny-dense"]])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(train_text, tmp_path, more):
+    steps = ["--steps", "12", *more]
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    assert train.main(_train_flags(train_text, "--out", whole, *steps)) == 0
+    assert train.main(_train_flags(train_text, "--out", parts, *steps, "--stop-after", "7")) == 0
+    assert [m["step"] for m in _train_metrics(parts)] == list(range(1, 8))
+    # Whatever stands in the file beyond the checkpoint, whole lines or half, is cut away.
+    with open(Path(parts, "metrics.jsonl"), "a") as file:
+        file.write('{"step": 8, "loss": 0}\n{"step": 9, "lo')
+    assert train.main(_train_flags(train_text, "--out", parts, *steps, "--resume")) == 0
+    assert _train_metrics(whole) == _train_metrics(parts)
+    assert len(_train_metrics(whole)) == 12
+    _train_same(_train_saved(whole), _train_saved(parts))
+
+
+def test_a_kill_during_a_save_loses_only_that_save(train_text, tmp_path):
+    flags = ["--steps", "12", "--save-every", "4"]
+    whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
+    assert train.main(_train_flags(train_text, "--out", whole, *flags)) == 0
+    # SIGKILL at the moment that the save of step 8 has written its files but not its name.
+    script = ("import os, signal, sys, train\n"
+              "rename = os.rename\n"
+              "def kill(a, b, *more, **others):\n"
+              "    if str(b).endswith('step-8'): os.kill(os.getpid(), signal.SIGKILL)\n"
+              "    return rename(a, b, *more, **others)\n"
+              "os.rename = os.replace = kill\n"
+              "sys.exit(train.main(sys.argv[1:]))\n")
+    child = subprocess.run([sys.executable, "-c", script,
+                            *_train_flags(train_text, "--out", killed, *flags)], cwd=HERE,
+                           capture_output=True, timeout=100)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert checkpoint.newest(killed).name == "step-4"
+    assert train.main(_train_flags(train_text, "--out", killed, *flags, "--resume")) == 0
+    assert _train_metrics(whole) == _train_metrics(killed)
+    _train_same(_train_saved(whole), _train_saved(killed))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_running_step_and_exits_0(train_text, tmp_path, number):
+    out = str(tmp_path / "out")
+    child = _train_child(*_train_flags(train_text, "--out", out, "--steps", "1000",
+                                       "--log-every", "1"))
+    lines = []
+    for line in child.stdout:
+        lines.append(line)
+        if line.split("/")[0].split() == ["step", "3"]:
+            child.send_signal(number)
+            break
+    rest = child.communicate(timeout=60)[0]
+    assert child.returncode == 0, lines + [rest]
+    saved = checkpoint.newest(out)
+    assert int(saved.name.split("-")[1]) == len(_train_metrics(out)) >= 3
+    assert f"stopped after step {len(_train_metrics(out))}" in rest
+
+
+def _train_reference(run, batch):
+    """Loss and gradients of the whole batch at once, by torch's own cross-entropy."""
+    logits = F.linear(run.model(batch.tokens, document_ids=batch.document_ids,
+                                balance_seed=1 / len(batch.tokens)), run.model.head.weight)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+    loss.backward()
+    grads = [p.grad for p in run.model.parameters()]
+    for p in run.model.parameters():
+        p.grad = None
+    return loss.item(), grads
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("more", [[], ["--isolate-documents"], ["--mask-boundaries"]])
+def test_a_step_does_not_depend_on_its_microbatches(train_text, micro, more):
+    """Against one batch through torch's mean cross-entropy, an SGD update done by hand."""
+    run = _train_run(train_text, "--dtype", "fp64", "--optimizer", "sgd", "--lr", "0.5",
+                     "--weight-decay", "0", "--warmup", "0", "--lr-schedule", "constant",
+                     "--clip", "0.5", "--micro-batch-size", str(micro), *more)
+    batch = run.batches.get(0)
+    # Uneven numbers of targets, and a sequence with none at all.
+    batch.labels[0] = batch.labels[1, :20] = data.IGNORED
+    run.batches.get = lambda step: batch
+    loss, grads = _train_reference(run, batch)
+    train.reset_counts(run.model)
+    norm = torch.cat([g.flatten() for g in grads]).norm().item()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    found = train.train_step(run)
+    assert found["loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-12) and norm > 0.5
+    assert found["tokens"] == int((batch.labels != data.IGNORED).sum())
+    for old, p, grad in zip(before, run.model.parameters(), grads):
+        expected = old - 0.5 * grad * (0.5 / norm)
+        assert torch.allclose(p, expected, rtol=0, atol=1e-6 * 0.5)  # torch clips by norm + 1e-6
+
+
+def test_an_overflow_in_fp16_skips_everything_but_the_data(train_text):
+    run = _train_run(train_text, "--dtype", "fp16", "--steps", "9")
+    train.train_step(run)
+    saved = {name: t.clone() for name, t in train.saved_tensors(run).items()}
+    updates, scale = run.updates, run.scaler.scale
+    handle = run.model.norm.weight.register_hook(lambda grad: grad * float("inf"))
+    found = train.train_step(run)
+    handle.remove()
+    assert found["skipped"] and run.scaler.scale == scale / 2
+    assert (run.updates, run.step) == (updates, 2)
+    _train_same(train.saved_tensors(run), saved)
+    assert not any(m.tokens_per_expert.any() for m in run.model.modules()
+                   if hasattr(m, "tokens_per_expert"))
+    again = train.train_step(run)
+    assert not again["skipped"] and run.updates == updates + 1
+    assert again["lr"] == optim.learning_rate(updates, 9, 3e-3, 3e-4, 3, "cosine")
+
+
+def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path, capsys,
+                                                            monkeypatch):
+    out, step = str(tmp_path / "out"), train.train_step
+
+    def poisoned(run):
+        if run.step == 4:
+            with torch.no_grad():
+                run.model.norm.weight[0] = float("nan")
+        return step(run)
+    monkeypatch.setattr(train, "train_step", poisoned)
+    flags = _train_flags(train_text, "--out", out, "--save-every", "3", "--steps", "9")
+    assert train.main(flags) == 1
+    said = capsys.readouterr().err
+    assert "step 5" in said and "nan" in said and "sequences 20 to 24" in said
+    assert checkpoint.newest(out).name == "step-3"
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--tp", "2"], "tensor_parallel.py"), (["--dp", "2"], "ddp.py"),
+    (["--zero", "3"], "fsdp.py"), (["--pp-schedule", "zb-v"], "pipeline.py"),
+    (["--cp-method", "ulysses"], "ring_attention.py"), (["--ep", "2"], "expert_parallel.py"),
+    (["--check-parity"], "--check-parity"), (["--async-save"], "--async-save"),
+    (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
+    (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
+    (["--min-lr", "1"], "--min-lr"), (["--resume"], "--out"), (["--eval-only"], "--init-from"),
+    (["--model", "deepseek-v3"], "671,026,404,352"), (["--data", "/no/such/file"], "/no/such"),
+    (["--tokenizer", "no-such"], "no-such"), (["--override", "dim=x"], "int"),
+    (["--seq-len", "2048", "--data", __file__], None), (["--profile"], "--out")])
+def test_wrong_flags_exit_2_in_one_line_and_touch_nothing(flags, words, tmp_path, capsys,
+                                                          train_text):
+    if words is None:
+        short = tmp_path / "short.txt"
+        short.write_text("too short")
+        flags, words = ["--data", str(short)], "short"
+    flags = flags if "--data" in flags else ["--data", train_text, *flags]
+    out = tmp_path / "out"
+    if words != "--out":
+        flags = [*flags, "--out", str(out)]
+    assert train.main(flags) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and words in captured.err, captured.err
+    assert not out.exists()
+
+
+def test_several_ranks_are_refused_before_any_group_forms(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main([]) == 2
+    assert "2 ranks" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert train.main(["--device", "cuda"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_with_other_flags(train_text, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    flags = _train_flags(train_text, "--out", out, "--steps", "4", "--stop-after", "2")
+    assert train.main(flags) == 0
+    assert train.main(flags) == 2 and "--resume" in capsys.readouterr().err
+    for change in (["--seed", "7"], ["--batch-size", "6"], ["--model", "tiny-dense"],
+                   ["--lr", "0.1"], ["--dtype", "bf16"], ["--override", "top_k=3"]):
+        assert train.main([*flags, "--resume", *change]) == 2
+        said = capsys.readouterr().err
+        assert change[0].strip("-").replace("-", "_") in said.replace("-", "_"), said
+        assert change[1] in said or change[1].split("=")[0] in said, said
+    assert train.main([*flags, "--resume", "--stop-after", "1"]) == 2
+    # Another accumulation is the same run.
+    assert train.main([*flags, "--resume", "--stop-after", "4", "--micro-batch-size", "5"]) == 0
+    assert checkpoint.newest(out).name == "step-4"
+    assert train.main(_train_flags(train_text, "--out", str(tmp_path / "no"), "--resume")) == 2
+
+
+def test_init_from_takes_weights_alone_and_eval_only_changes_nothing(train_text, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert train.main(_train_flags(train_text, "--out", out, "--steps", "3")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("validation loss")
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in Path(out).rglob("*"))
+    assert train.main(_train_flags(train_text, "--out", out, "--steps", "3", "--resume",
+                                   "--eval-only")) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    assert train.main(_train_flags(train_text, "--init-from", out, "--eval-only")) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in Path(out).rglob("*")) == before
+    run = _train_run(train_text, "--init-from", out, "--seed", "9")
+    assert run.step == 0 and not run.optimizer.state
+    saved = _train_saved(out)
+    for name, master in run.precision.named_masters():
+        assert torch.equal(master, saved[f"model.{name}"]), name
+    assert train.main(_train_flags(train_text, "--init-from", out, "--override", "dim=32")) == 2
+    assert "dim" in capsys.readouterr().err.replace("shape", "dim")
+
+
+def test_every_metric_is_there_and_right(train_text, tmp_path):
+    out = str(tmp_path / "out")
+    assert train.main(_train_flags(train_text, "--out", out, "--steps", "3")) == 0
+    found = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    for step, line in enumerate(found):
+        assert line["step"] == step + 1 and line["tokens"] == (step + 1) * 5 * 32
+        assert line["lr"] == optim.learning_rate(step, 3, 3e-3, 3e-4, 3, "cosine")
+        assert line["comm_bytes"] == {} and line["memory_bytes"] > 10 ** 7
+        assert line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1.5 and line["max_vio"] >= 0
+        assert line["balance_loss"] == pytest.approx(3e-4, rel=0.5)  # 3 layers, alpha 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bit_training_follows_float32(train_text, dtype):
+    losses = {}
+    for name in ("fp32", dtype):
+        run = _train_run(train_text, "--dtype", name, "--steps", "30", "--model", "tiny-dense")
+        losses[name] = [train.train_step(run)["loss"] for _ in range(30)]
+        assert all(m.dtype == torch.float32 for _, m in run.precision.named_masters())
+    assert losses["fp32"][-1] < losses["fp32"][0] - 1
+    for a, b in zip(losses["fp32"], losses[dtype]):
+        assert b == pytest.approx(a, abs=0.05)
+
+
+def test_a_failed_save_warns_or_stops_when_strict(train_text, tmp_path, capsys, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "save", full)
+    flags = _train_flags(train_text, "--steps", "2", "--save-every", "1", "--out")
+    assert train.main([*flags, str(tmp_path / "a")]) == 0
+    assert "No space left" in capsys.readouterr().err
+    assert train.main([*flags, str(tmp_path / "b"), "--strict-save"]) == 1
+
+
+def test_the_profile_is_a_chrome_trace(train_text, tmp_path):
+    out = str(tmp_path / "out")
+    assert train.main(_train_flags(train_text, "--out", out, "--steps", "6", "--profile")) == 0
+    assert json.loads(Path(out, "trace.json").read_text())["traceEvents"]
+
+
+def test_compiled_regions_change_no_number_beyond_rounding(train_text):
+    try:
+        train.check_compiler()
+    except ValueError:
+        pytest.skip("no C++ compiler here")
+    losses = []
+    for more in ([], ["--compile"]):
+        run = _train_run(train_text, "--micro-batch-size", "5", "--override", "n_layers=1",
+                         "n_dense_layers=0", "q_lora_rank=0", "num_shared_experts=0", *more)
+        losses.append([train.train_step(run)["loss"] for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_generation_streams_text_from_a_checkpoint(train_text, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert train.main(_train_flags(train_text, "--out", out, "--steps", "2")) == 0
+    capsys.readouterr()
+    command = ["generate", "--checkpoint", out, "--prompt", "document", "--max-new-tokens", "9"]
+    assert not model_file.main(command)
+    first = capsys.readouterr().out
+    assert first.startswith("document") and len(first) > 9
+    assert not model_file.main(command)
+    assert capsys.readouterr().out == first
+    assert model_file.main([*command[:2], str(tmp_path / "no"), *command[3:]]) == 2
+    assert model_file.main([*command[:-1], "4000"]) == 2
+
+
+def test_the_command_line_shows_every_flag_with_its_default():
+    text = train.build_parser().format_help()
+    for action in train.build_parser()._actions[1:]:
+        assert action.option_strings[0] in text and action.help
