@@ -166,6 +166,7 @@ def load_model(path, model):
 
 
 def compare(path, wanted, held):
+    """Raises ValueError unless the checkpoint is whole and holds just what is wanted."""
     if damage(path):
         raise ValueError(f"the checkpoint is damaged: {damage(path)}")
     faults = [f"{name} is missing" for name in wanted if name not in held]
@@ -200,12 +201,14 @@ def optimizer_tensors(optimizer, masters):
     return found
 
 
-def check_resume(saved, wanted, keys):
-    """Raises ValueError, with both values, when a flag of `keys` would change the run."""
-    changed = [f"--{key.replace('_', '-')} was {saved.get(key)} and is now {wanted.get(key)}"
-               for key in keys if saved.get(key) != wanted.get(key)]
+def check_resume(saved, wanted, keys, name="--{}"):
+    """Raises ValueError, with both values, when one of `keys` would change the run; `name` turns a
+    key into what a person typed."""
+    changed = [f"{name.format(key.replace('_', '-'))} was {saved.get(key)} and is now "
+               f"{wanted.get(key)}" for key in keys if saved.get(key) != wanted.get(key)]
     if changed:
-        raise ValueError(f"--resume: {'; '.join(changed)}: that would change the run. Give the "
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ValueError(f"--resume: {'; '.join(changed[:3])}{more}: that would change the run. Give the "
                          "value it had, or start a new run from its weights with --init-from")
 
 

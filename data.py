@@ -1,6 +1,6 @@
 """Data: text to tokens, tokens to memory-mapped streams, streams to batches in one fixed order.
 
-    files -> documents -> tokens + end-of-text -> a memory-mapped cache -> train | validation streams
+    files -> documents -> tokens + end-of-text -> memory-mapped cache -> train | validation stream
     stream -> windows of seq_len + 1 tokens -> shuffled by a permutation of (seed, epoch) -> batches
 
 The batch of a step is a function of (seed, step) alone. A rank asks for its own rows of it, so
@@ -19,6 +19,7 @@ Course: 07:10:29 datasets, tokenization and data parallelism.
     python data.py inspect PATH                             what a token file holds
 """
 import argparse
+import base64
 import contextlib
 import fcntl
 import glob
@@ -36,7 +37,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-import tiktoken.load
 import torch
 
 IGNORED = -100          # the label of a position that has no target
@@ -45,7 +45,8 @@ VALIDATION_SHARE = 20   # one document in 20, or a stream's last 20th, is kept f
 EOT = "<|endoftext|>"
 # Where tiktoken keeps its downloads: the sha1 of the address each file comes from.
 ENCODING_FILES = {
-    "gpt2": ["6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"],
+    "gpt2": ["6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+             "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"],
     "r50k_base": ["0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"],
     "p50k_base": ["ec7223a39ce59f226a68acc30dc1af2788490e15"],
     "cl100k_base": ["9b5ad71b2ce5302211f9c61530b329a4922fc6a4"],
@@ -86,9 +87,10 @@ def load_rank_file(path):
     """A tokenizer from lines of `base64(token) rank`; its end of text is the id after the last."""
     if not os.path.isfile(path):
         raise ValueError(f"--tokenizer {path}: no such file")
-    try:
-        ranks = tiktoken.load.load_tiktoken_bpe(path)
-    except Exception as error:  # base64, int and split each raise their own
+    try:  # tiktoken's own reader keeps a copy by name, and uses it when the file has changed
+        pairs = [line.split() for line in Path(path).read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
         raise ValueError(f"--tokenizer {path}: not a rank file, lines of `base64(token) rank` "
                          f"({error})") from None
     missing = [i for i in range(256) if bytes([i]) not in ranks]
@@ -331,6 +333,7 @@ def build_text(files, tokenizer, errors, progress):
 
 
 def write_part(folder, part, tokens, ranges):
+    """One split of a text corpus: its tokens, its documents' starts, a hash of its content."""
     digest = hashlib.blake2b(digest_size=12)
     with open(folder / f"{part}.bin", "wb") as out:
         for start, stop in ranges:
@@ -343,7 +346,7 @@ def write_part(folder, part, tokens, ranges):
 
 
 def cut_for_validation(starts, n_tokens):
-    """Where a stream's last 20th begins: at the document's start that is nearest, if one is near."""
+    """Where a stream's last 20th begins: at the nearest start of a document, if one is near."""
     wanted = n_tokens - n_tokens // VALIDATION_SHARE
     near = starts[(starts > 0.9 * n_tokens) & (starts < 0.98 * n_tokens)]
     return int(near[np.abs(near - wanted).argmin()]) if len(near) else wanted
@@ -570,7 +573,8 @@ class Batches:
 
     def __init__(self, stream, seq_len, global_batch, seed, mask_boundaries=False,
                  isolate_documents=False):
-        self.stream, self.seq_len, self.global_batch, self.seed = stream, seq_len, global_batch, seed
+        self.stream, self.seq_len = stream, seq_len
+        self.global_batch, self.seed = global_batch, seed
         self.mask_boundaries, self.isolate_documents = mask_boundaries, isolate_documents
         self.n_sequences = (stream.n_tokens - 1) // seq_len
         if self.n_sequences < 1:

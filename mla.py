@@ -14,7 +14,7 @@ and layer where the heads' keys and values take 40,960. Three ways through the s
     absorbed   scores and sums are taken on the latents themselves, and k_nope and v never exist:
                q_nope (W_uk c) = (W_uk^T q_nope) c   and   sum p (W_uv c) = W_uv (sum p c)
 
-Rotation keeps W_uk from being absorbed (it would stand between the two, different at each position),
+Rotation keeps W_uk from being absorbed (it would stand between the two, and differ by position):
 hence the decoupled k_pe, which is rotated and shared by all heads.
 
 Shapes: b batch, s queries, t keys, h heads, g key/value heads, d width, c latent, r rotary part.

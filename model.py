@@ -3,16 +3,16 @@
     tokens -> embed -> [ attn_norm -> attention -> + -> ffn_norm -> SwiGLU or MoE -> + ] x n_layers
            -> norm -> head -> cross-entropy
 
-Pre-norm blocks with RMSNorm; the first n_dense_layers blocks have a dense SwiGLU, the rest a mixture
-of experts; attention is multi-head latent attention (mla.py) or, with kv_lora_rank=0, MHA/GQA/MQA.
-Parallelism lives elsewhere and plugs in at four seams: linear layers, the attention core, the
+Pre-norm blocks with RMSNorm; the first n_dense_layers blocks have a dense SwiGLU, the rest a
+mixture of experts; attention is multi-head latent attention (mla.py) or, with kv_lora_rank=0,
+MHA/GQA/MQA. Parallelism lives elsewhere and plugs in at four seams: linear layers, the attention core, the
 experts, and embedding + head + loss. Nothing here knows of ranks.
 
 Shapes: b batch, s sequence, h heads, g key/value heads, d width, v vocabulary, e experts, n tokens.
 
 Papers: DeepSeek-V3 (arXiv 2412.19437), DeepSeek-V2 (2405.04434), Llama 3 (2407.21783), GQA
 (2305.13245), selective recomputation (2205.05198, section 5).
-Course: 00:16:50 architecture, parameters and FLOPs; 01:50:16 the transformer and its initialisation;
+Course: 00:16:50 architecture, parameters and FLOPs; 01:50:16 the transformer and its start;
 02:19:12 attention and the KV cache.
 
     python model.py                  checks every piece against an independent formula; prints PASS
@@ -50,14 +50,14 @@ class ModelConfig:
 
     Raises ValueError, naming the fields, for a combination that no model can have.
     """
-    vocab_size: int = 512            # rows of the embedding and of the head; tokens are 0..vocab_size-1
+    vocab_size: int = 512            # rows of the embedding and of the head; tokens lie below it
     dim: int = 64                    # model width, numbers per token between blocks
     inter_dim: int = 192             # hidden width of a dense SwiGLU
     moe_inter_dim: int = 64          # hidden width of one expert
     n_layers: int = 4                # blocks, dense and MoE together
     n_dense_layers: int = 1          # how many of them, from the first, have a dense SwiGLU
     n_heads: int = 4                 # query heads
-    n_kv_heads: int = 0              # key/value heads of MHA/GQA/MQA; 0 under MLA, which has a latent
+    n_kv_heads: int = 0              # key/value heads of MHA/GQA/MQA; 0 under MLA
     q_lora_rank: int = 32            # numbers per token of the compressed query; 0 = not compressed
     kv_lora_rank: int = 16           # numbers per token of MLA's latent; 0 = no MLA but MHA/GQA/MQA
     qk_nope_head_dim: int = 16       # numbers per head of q and k without rotary embedding (MLA)
@@ -77,12 +77,12 @@ class ModelConfig:
     max_seq_len: int = 2048          # positions, the longest sequence the model is made for
     original_seq_len: int = 2048     # positions it was pre-trained with; longer ones need YaRN
     rope_theta: float = 10000.0      # base of the rotary frequencies
-    rope_factor: float = 1.0         # YaRN's length factor s; used when max_seq_len > original_seq_len
-    beta_fast: float = 32.0          # YaRN: rotations in original_seq_len above which a pair is kept
-    beta_slow: float = 1.0           # YaRN: rotations below which a pair is slowed by rope_factor
+    rope_factor: float = 1.0         # YaRN's factor, used when max_seq_len > original_seq_len
+    beta_fast: float = 32.0          # YaRN: turns in original_seq_len above which a pair is kept
+    beta_slow: float = 1.0           # YaRN: turns below which a pair is slowed by rope_factor
     mscale: float = 1.0              # YaRN: attention magnitude, on cos and sin over mscale_all_dim
     mscale_all_dim: float = 0.0      # YaRN: attention magnitude, squared on the softmax scale
-    rope_interleaved: bool = True    # rotary pairs (2i, 2i+1) as DeepSeek; False = (i, i+dim/2) as Llama
+    rope_interleaved: bool = True    # pairs (2i, 2i+1) as DeepSeek; else (i, i+dim/2) as Llama
     norm_eps: float = 1e-6           # added to the mean square in RMSNorm
     tie_embeddings: bool = False     # the head is the embedding's matrix
     init_std: float = 0.02           # standard deviation of every matrix at the start
@@ -104,8 +104,8 @@ class ModelConfig:
             if wrong:
                 raise ValueError(text.format(**dataclasses.asdict(self)))
 
-        optional = {"n_kv_heads", "q_lora_rank", "kv_lora_rank", "num_experts", "num_shared_experts",
-                    "n_dense_layers", "qk_nope_head_dim"}
+        optional = {"n_kv_heads", "q_lora_rank", "kv_lora_rank", "num_experts",
+                    "num_shared_experts", "n_dense_layers", "qk_nope_head_dim"}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value < (field.name not in optional):
@@ -201,15 +201,22 @@ PRESETS = {
 }
 
 
-def make_config(name, overrides=()):
-    """The preset `name` with `overrides`, a list of "field=value". Raises ValueError, with the
-    nearest right spelling, for an unknown name or field or a value of the wrong type."""
-    def nearest(word, known):
-        close = difflib.get_close_matches(word, known, 1)
-        return f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
+def nearest(word, known):
+    close = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
 
+
+def make_config(name, overrides=()):
+    """The preset `name` with `overrides`. Raises ValueError for an unknown name, and as
+    override_config does."""
     if name not in PRESETS:
         raise ValueError(f"unknown model {name!r}; " + nearest(name, list(PRESETS)))
+    return override_config(PRESETS[name], overrides)
+
+
+def override_config(config, overrides):
+    """`config` with a list of "field=value" applied. Raises ValueError, with the nearest right
+    spelling, for an unknown field or a value of the wrong type."""
     types = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     changes = {}
     for item in overrides:
@@ -224,7 +231,7 @@ def make_config(name, overrides=()):
         except (ValueError, KeyError):
             raise ValueError(f"--override {item}: {text!r} is not of type "
                              f"{types[key].__name__}") from None
-    return dataclasses.replace(PRESETS[name], **changes)
+    return dataclasses.replace(config, **changes)
 
 
 @dataclasses.dataclass
@@ -595,6 +602,7 @@ def flops_per_token(config, seq_len, causal=True):
 
 
 def print_counts(name, config, seq_len):
+    """The table of `python model.py count`."""
     counts = count_parameters(config)
     rows = [(part, *counts[part]) for part in counts if counts[part][0]]
     rows.append(("total", *(sum(n[i] for n in counts.values()) for i in (0, 1))))
@@ -669,7 +677,7 @@ def loss_and_grads(model, tokens, labels):
 
 
 def demo():
-    """Check counts, loss, norm and recompute against independent computations; exit 1 if one fails."""
+    """Check counts, loss, norm and recompute against independent computations."""
     worst = {}
     print(f"{'preset':18}{'parameters':>18}{'active':>18}{'GFLOP/token':>13}")
     for name, config in PRESETS.items():
@@ -739,6 +747,7 @@ def main(argv=None):
     for flag, type_, default, text in (
             ("--checkpoint", str, None, "a run's --out folder or one of its checkpoints"),
             ("--prompt", str, None, "text to continue"),
+            ("--tokenizer", str, "", "as for train.py; the one the checkpoint was trained with"),
             ("--max-new-tokens", int, 256, "tokens to add"),
             ("--temperature", float, 0.8, "0 = always the likeliest token"),
             ("--top-k", int, 0, "choose among that many; 0 = all"),

@@ -35,7 +35,7 @@ from torch import nn
 class SiluProduct(torch.autograd.Function):
     """silu(gate) * up, keeping gate and up alone for backward (autograd would keep silu(gate) too).
 
-    With sigma the logistic function, silu(g) = g sigma(g); d silu = sigma(g) (1 + g (1 - sigma(g))).
+    With sigma the logistic function: silu(g) = g sigma(g), silu' = sigma(g) (1 + g (1 - sigma(g))).
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ class SiluProduct(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """w2(silu(w1 x) * (w3 x)): w1 is the gate, w3 the up and w2 the down projection (2002.05202)."""
+    """w2(silu(w1 x) * (w3 x)): w1 is the gate, w3 the up, w2 the down projection (2002.05202)."""
 
     def __init__(self, dim, inter_dim):
         super().__init__()
@@ -264,8 +264,8 @@ class Balance(torch.autograd.Function):
         loss = sum over i of (seq_balance_coeff f_i + aux_loss_coeff f'_i) P_i
         f_i, f'_i = E / (k T) x tokens whose top-k holds expert i,   P_i = mean of p_i
 
-    f counts the top-k of the scores alone (V3, equations 17 to 20), f' the real choice (GShard's and
-    Switch's loss). Counts have no gradient, so d loss / d p_i = (...) / T for every token.
+    f counts the top-k of the scores alone (V3, equations 17 to 20), f' the real choice (the loss
+    of GShard and Switch). Counts have no gradient, so d loss / d p_i = (...) / T for every token.
     """
 
     @staticmethod
@@ -298,8 +298,8 @@ def balance_loss(scores, expert_ids, seq_balance_coeff, aux_loss_coeff):
     k = expert_ids.shape[-1]
 
     def load(ids):  # (b, s, k) -> (b, e), 1 where the load is even
-        counts = scores.new_zeros(len(ids), e)
-        return counts.scatter_add_(1, ids.flatten(1), scores.new_ones(len(ids), s * k)) * e / (k * s)
+        ones = scores.new_ones(len(ids), s * k)
+        return scores.new_zeros(len(ids), e).scatter_add_(1, ids.flatten(1), ones) * e / (k * s)
 
     weight = aux_loss_coeff * load(expert_ids)
     if seq_balance_coeff:
@@ -319,7 +319,7 @@ def moe_layers(model):
 
 @torch.no_grad()
 def update_expert_bias(model, bias_update_speed):
-    """bias += speed x sign(mean count - count), from the whole step's counts (2408.15664, alg. 1)."""
+    """bias += speed x sign(mean count - count), from a whole step's counts (2408.15664, alg. 1)."""
     for layer in moe_layers(model):
         counts = layer.tokens_per_expert.double()
         layer.expert_bias += bias_update_speed * (counts.mean() - counts).sign().float()
@@ -439,8 +439,8 @@ def bench(rounds=9):
     """Forward and backward of a MoE layer over those of a dense layer of equal active FLOPs."""
     from train import keep_freed_memory
     keep_freed_memory()
-    for dim, width, experts, k, shared, tokens in ((512, 256, 8, 2, 0, 2048), (512, 352, 16, 4, 1, 4096),
-                                                   (256, 128, 32, 4, 1, 4096)):
+    for dim, width, experts, k, shared, tokens in (
+            (512, 256, 8, 2, 0, 2048), (512, 352, 16, 4, 1, 4096), (256, 128, 32, 4, 1, 4096)):
         moe = MoE(dim, width, experts, shared, top_k=k)
         dense = SwiGLU(dim, width * (k + shared))
         x = torch.randn(1, tokens, dim, requires_grad=True)

@@ -65,8 +65,8 @@ def yarn_amplitude(factor, mscale, mscale_all_dim):
 
 
 def softmax_scale(head_dim, factor=1.0, mscale_all_dim=0.0):
-    """Factor on q k before the softmax: head_dim^-1/2, times YaRN's mscale squared (once for q, once
-    for k, on all numbers of a head)."""
+    """Factor on q k before the softmax: head_dim^-1/2, times YaRN's mscale squared (once for q and
+    once for k, on all numbers of a head)."""
     return head_dim ** -0.5 * yarn_mscale(factor, mscale_all_dim) ** 2
 
 
@@ -129,14 +129,14 @@ def demo():
     low, high = yarn_range(dim, 10000.0, length)
     print(f"DeepSeek's rotary part: {dim // 2} pairs, trained on {length}, made for "
           f"{factor * length} positions")
-    print(f"{'pair':>5}{'radians/position':>18}{'turns in ' + str(length):>16}{'YaRN divides by':>17}")
+    print(f"{'pair':>5}{'radians/position':>18}{f'turns in {length}':>16}{'YaRN divides by':>17}")
     for i in (0, low, low + 1, 16, high - 1, high, 31):
         turns = length * plain[i] / (2 * math.pi)
         print(f"{i:5}{plain[i]:18.3e}{turns:16.2f}{plain[i] / slowed[i]:17.2f}")
     checks = {
-        "pairs up to 10 are kept": bool(torch.equal(slowed[:low + 1], plain[:low + 1])) and low == 10,
-        "pairs from 23 are divided by 40": bool(
-            torch.allclose(slowed[high:], plain[high:] / factor, rtol=1e-15)) and high == 23,
+        "pairs up to 10 are kept": low == 10 and torch.equal(slowed[:11], plain[:11]),
+        "pairs from 23 are divided by 40": high == 23 and torch.allclose(
+            slowed[high:], plain[high:] / factor, rtol=1e-15),
         "DeepSeek-V3's softmax scale": math.isclose(softmax_scale(192, 40, 1.0), 0.1352338,
                                                     rel_tol=1e-6),
     }

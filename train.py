@@ -1,14 +1,14 @@
 """Training: the command line, and the loop that puts the pieces together.
 
-    python train.py                                  `tiny` on the standard library's own source text
+    python train.py                                  `tiny` on the standard library's own text
     python train.py --out runs/tiny --steps 400      the same, with metrics and checkpoints kept
     python train.py --out runs/tiny --resume         goes on from the newest checkpoint
     python train.py --help                           every flag with its default
 
-One optimizer step is train_step(): get the batch, forward, backward, clip, step. Everything in it is
-a sum: each microbatch's token losses are added up, and backward is seeded with 1 / (the step's valid
-tokens), known before the first forward, so that accumulation, ragged microbatches and masked labels
-need no care (design: "sums, not averages").
+One optimizer step is train_step(): get the batch, forward, backward, clip, step. Everything in it
+is a sum: the microbatches' token losses are added up, and backward is seeded with 1 / (the step's
+valid tokens), known before the first forward, so that accumulation, ragged microbatches and masked
+labels need no care.
 
 Files in --out: metrics.jsonl (one object a step) and checkpoints/step-N/ (checkpoint.py).
 Exit codes: 0 done, 1 failed while training, 2 wrong flags or input.
@@ -21,6 +21,7 @@ import codecs
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -37,7 +38,8 @@ import checkpoint
 import data
 import optim
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
-                   count_parameters, flops_per_token, generate, initialise, make_config, sample)
+                   count_parameters, flops_per_token, generate, initialise, make_config,
+                   override_config, sample)
 from moe import MoE, max_violation, reset_counts, update_expert_bias
 
 # Dense peak of the data sheets in TFLOP/s, by compute dtype; the first name that the device's own
@@ -53,25 +55,29 @@ GPU_PEAKS = {
     "L40S": {"bf16": 362, "fp16": 362, "fp32": 91.6, "fp64": 1.4},
 }
 
+EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random order
+
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
     "dp": (1, "ddp.py"), "fsdp": (1, "fsdp.py"), "zero": (0, "fsdp.py"),
     "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
-    "tp": (1, "tensor_parallel.py"), "pp": (1, "pipeline.py"), "pp_schedule": ("1f1b", "pipeline.py"),
+    "tp": (1, "tensor_parallel.py"), "pp": (1, "pipeline.py"),
+    "pp_schedule": ("1f1b", "pipeline.py"),
     "virtual_stages": (1, "pipeline.py"), "ep": (1, "expert_parallel.py"),
     "etp": (1, "expert_parallel.py"), "check_parity": (False, "ddp.py"),
     "collective_timeout": (600.0, "collectives.py"), "stop_timeout": (10.0, "collectives.py"),
     "async_save": (False, "collectives.py"),
 }
 
-# A resumed run must agree with its beginning on these; anything else may change (steps, logging,
-# how often to save, recompute ...).
-SAME_RUN = ["model", "override", "data", "tokenizer", "errors", "seq_len", "batch_size",
-            "mask_boundaries", "isolate_documents", "dtype", "seed", "optimizer", "steps", "lr",
-            "min_lr", "warmup", "lr_schedule", "weight_decay", "clip"]
+# A resumed run must agree with its beginning on these, on the model and on the text; anything else
+# may change (logging, how often to save, recompute, the microbatches of a step ...).
+SAME_RUN = ["tokenizer", "errors", "seq_len", "batch_size", "mask_boundaries", "isolate_documents",
+            "dtype", "seed", "optimizer", "steps", "lr", "min_lr", "warmup", "lr_schedule",
+            "weight_decay", "clip"]
 
 
 def build_parser():
+    """The command line: flags grouped by concern, each with its default and a line of help."""
     parser = argparse.ArgumentParser(
         description="Train a DeepSeek-V3-style or Llama-style model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -93,7 +99,8 @@ def build_parser():
         return dict(type=type_, default=default, help=text, **more)
 
     group("model",
-          ("--model", choice("tiny", list(PRESETS), "preset")),
+          ("--model", dict(choices=list(PRESETS), help="preset; tiny, or with --init-from or "
+                           "--resume the checkpoint's own")),
           ("--override", value(str, [], "FIELD=VALUE of the model's configuration", nargs="+")),
           ("--init-from", value(str, None, "checkpoint whose weights start a new run")))
     group("data",
@@ -180,6 +187,11 @@ def check_flags(args):
         raise ValueError(f"--min-lr {args.min_lr} must lie between 0 and --lr {args.lr}")
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after} must be at least 1")
+    if args.profile and last_step(args) < 5:
+        raise ValueError(f"--profile traces steps 3 to 5, and this run ends after "
+                         f"{last_step(args)}; use --steps 5 or more")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise ValueError("--tensorboard needs the tensorboard package: pip install tensorboard")
     for name in ("resume", "profile", "tensorboard", "save_every"):
         if getattr(args, name) and not args.out:
             raise ValueError(f"--{name.replace('_', '-')} needs a folder: add --out DIR")
@@ -228,15 +240,15 @@ def set_up(args, report=print):
     Raises ValueError or OSError for flags and input that can't work; nothing is written before.
     """
     check_flags(args)
-    config = make_config(args.model, args.override)
+    resumed = find_resumed(args)
+    config = choose_config(args, resumed)
     if args.seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
     device = pick_device(args.device)
-    refuse_too_large(args.model, config, device, training_bytes(args))
+    refuse_too_large(args.model or "the model", config, device, training_bytes(args))
     tokenizer = data.load_tokenizer(args.tokenizer)
     data.check_vocabulary(tokenizer, config.vocab_size)
-    resumed = find_resumed(args)
     train_stream, validation_stream = data.open_corpus(args.data, tokenizer, args.errors,
                                                        progress=report)
     batches = data.Batches(train_stream, args.seq_len, args.batch_size, args.seed,
@@ -262,6 +274,21 @@ def set_up(args, report=print):
     if resumed:
         load(run, resumed, report)
     return run
+
+
+def choose_config(args, resumed):
+    """The model's configuration: --model's, or that of the checkpoint that a run begins with, with
+    --override applied. Raises ValueError when a resumed run's would be another."""
+    source = resumed or (args.init_from and checkpoint.resolve(args.init_from))
+    if not source:
+        return make_config(args.model or "tiny", args.override)
+    saved = ModelConfig(**checkpoint.read_run(source)["config"])
+    base = make_config(args.model) if args.model else saved
+    config = override_config(base, args.override)
+    if resumed:
+        before, now = dataclasses.asdict(saved), dataclasses.asdict(config)
+        checkpoint.check_resume(before, now, list(before), "--model's or --override's {}")
+    return config
 
 
 def pick_device(name):
@@ -317,8 +344,9 @@ def find_resumed(args):
     if newest is None:
         raise ValueError(f"--resume: no whole checkpoint in {args.out}; leave --resume out to "
                          "start a new run")
-    flags = checkpoint.read_run(newest)["flags"]
-    checkpoint.check_resume(flags, vars(args), SAME_RUN)
+    # Without a decay, how many steps there will be changes none of them.
+    same = [key for key in SAME_RUN if key != "steps" or args.lr_schedule != "constant"]
+    checkpoint.check_resume(checkpoint.read_run(newest)["flags"], vars(args), same)
     if args.stop_after and args.stop_after < int(newest.name.split("-")[1]):
         raise ValueError(f"--stop-after {args.stop_after} lies before the checkpoint {newest.name}")
     return newest
@@ -428,10 +456,10 @@ def stop_if_not_finite(run, what, number):
 
 
 @torch.no_grad()
-def evaluate(run, sequences=512):
-    """Mean token loss over the first sequences of the validation split, in order."""
+def evaluate(run):
+    """Mean token loss over the first EVAL_SEQUENCES of the validation split, in order."""
     total, count = 0.0, 0
-    for batch in run.validation.in_order(sequences):
+    for batch in run.validation.in_order(EVAL_SEQUENCES):
         for first in range(0, len(batch.tokens), run.args.micro_batch_size):
             rows = slice(first, first + run.args.micro_batch_size)
             ids = None if batch.document_ids is None else batch.document_ids[rows].to(run.device)
@@ -443,6 +471,7 @@ def evaluate(run, sequences=512):
 
 
 def metrics(run, loss, norm, lr, seconds, violation, balance_loss, skipped):
+    """A line of metrics.jsonl: losses are per token, mfu counts causal attention alone."""
     args, config = run.args, run.model.config
     rate = args.batch_size * args.seq_len / seconds
     flops = flops_per_token(config, args.seq_len)
@@ -466,6 +495,7 @@ def memory_bytes(device):
 
 
 def progress_line(found, args, run):
+    """What a person sees of a step."""
     left = (last_step(args) - found["step"]) * args.batch_size * args.seq_len
     line = (f"step {found['step']:>{len(str(args.steps))}}/{args.steps}  loss {found['loss']:.4f}  "
             f"norm {found['grad_norm']:.3f}  lr {found['lr']:.2e}  "
@@ -510,11 +540,12 @@ def save(run):
 
 
 def load(run, path, report=print):
+    """Bring a run to where a checkpoint left it. Raises ValueError when its data has changed."""
     state = checkpoint.read_run(path)
     if state["data"] != run.train_stream.fingerprint:
-        raise ValueError(f"--resume: the text behind --data has changed since {path.name} was "
-                         "saved, and a resumed run would read other batches; restore it, or start "
-                         "a new run with --init-from")
+        raise ValueError(f"--resume: --data was {state['flags']['data']} and is now "
+                         f"{run.args.data}, and the text is not the same: a resumed run would read "
+                         "other batches. Restore it, or start a new run with --init-from")
     if state["threads"] != torch.get_num_threads():
         report(f"warning: {path.name} was written with {state['threads']} threads and this run has "
                f"{torch.get_num_threads()}; rounding may differ, the run is otherwise the same")
@@ -617,7 +648,7 @@ def describe(run):
     args, config = run.args, run.model.config
     counts = count_parameters(config).values()
     total, active = (sum(n[i] for n in counts) for i in (0, 1))
-    print(f"{args.model}: {total:,} parameters, {active:,} active per token; {args.dtype} on "
+    print(f"{args.model or 'model'}: {total:,} parameters, {active:,} active per token; {args.dtype} on "
           f"{run.device}, {torch.get_num_threads()} threads")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
@@ -630,9 +661,10 @@ def describe(run):
 
 def report_validation(run):
     """The validation loss beside what counting letters and pairs of letters would reach."""
-    unigram, bigram = data.ngram_entropies(run.train_stream, run.validation_stream,
-                                           run.tokenizer.n_vocab)
     loss = evaluate(run)
+    unigram, bigram = data.ngram_entropies(
+        run.train_stream, run.validation_stream, run.tokenizer.n_vocab,
+        limit=EVAL_SEQUENCES * run.args.seq_len)
     print(f"validation loss {loss:.4f} nats per token; the corpus's own entropies: unigram "
           f"{unigram:.4f}, bigram {bigram:.4f}", flush=True)
     return loss
@@ -659,7 +691,11 @@ def generate_command(args):
     path = checkpoint.resolve(args.checkpoint)
     run = checkpoint.read_run(path)
     config = ModelConfig(**run["config"])
-    tokenizer = data.load_tokenizer(run["flags"]["tokenizer"])
+    spec = args.tokenizer or run["flags"]["tokenizer"]
+    if not spec:
+        raise ValueError(f"{path} was imported and does not know its tokenizer; add --tokenizer, an "
+                         "encoding's name or a .tiktoken file")
+    tokenizer = data.load_tokenizer(spec)
     prompt = tokenizer.encode_ordinary(args.prompt) or [tokenizer.eot_token]
     data.check_vocabulary(tokenizer, config.vocab_size)
     device, dtype = pick_device(args.device), DTYPES[args.dtype]
@@ -691,7 +727,8 @@ def main(argv=None):
     try:
         run = set_up(args)
     except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0:  # one rank speaks for all
+            print(f"train.py: {error}", file=sys.stderr)
         return 2
     describe(run)
     try:
