@@ -208,8 +208,9 @@ def check_resume(saved, wanted, keys, name="--{}"):
                f"{wanted.get(key)}" for key in keys if saved.get(key) != wanted.get(key)]
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ValueError(f"--resume: {'; '.join(changed[:3])}{more}: that would change the run. Give the "
-                         "value it had, or start a new run from its weights with --init-from")
+        raise ValueError(f"--resume: {'; '.join(changed[:3])}{more}: that would change the run. "
+                         "Give the value it had, or start a new run from its weights with "
+                         "--init-from")
 
 
 # ---- transformers' format ----

@@ -5,8 +5,8 @@
 
 Pre-norm blocks with RMSNorm; the first n_dense_layers blocks have a dense SwiGLU, the rest a
 mixture of experts; attention is multi-head latent attention (mla.py) or, with kv_lora_rank=0,
-MHA/GQA/MQA. Parallelism lives elsewhere and plugs in at four seams: linear layers, the attention core, the
-experts, and embedding + head + loss. Nothing here knows of ranks.
+MHA/GQA/MQA. Parallelism lives elsewhere and plugs in at four seams: linear layers, the attention
+core, the experts, and embedding + head + loss. Nothing here knows of ranks.
 
 Shapes: b batch, s sequence, h heads, g key/value heads, d width, v vocabulary, e experts, n tokens.
 

@@ -140,7 +140,7 @@ def build_parser():
           ("--check-parity", switch("compare 3 steps with one process, then exit")))
     group("optimizer",
           ("--optimizer", choice("adamw", ["adamw", "sgd"], "update rule")),
-          ("--steps", value(int, 300, "optimizer steps of the whole run")),
+          ("--steps", value(int, 200, "optimizer steps of the whole run")),
           ("--stop-after", value(int, None, "end cleanly after this step")),
           ("--lr", value(float, 3e-3, "peak learning rate")),
           ("--min-lr", value(float, None, "last learning rate; none = a tenth of the peak")),
@@ -648,14 +648,15 @@ def describe(run):
     args, config = run.args, run.model.config
     counts = count_parameters(config).values()
     total, active = (sum(n[i] for n in counts) for i in (0, 1))
-    print(f"{args.model or 'model'}: {total:,} parameters, {active:,} active per token; {args.dtype} on "
-          f"{run.device}, {torch.get_num_threads()} threads")
+    print(f"{args.model or 'tiny'}: {total:,} parameters, {active:,} active per token; "
+          f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
     if run.peak_flops:
         kind = "data sheet" if run.device.type == "cuda" else "measured matrix product"
         print(f"peak for MFU: {run.peak_flops / 1e9:,.0f} GFLOP/s ({kind})")
-    print("flags: " + " ".join(f"{k}={v}" for k, v in vars(args).items()
+    print("flags: " + " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
+                               for k, v in vars(args).items()
                                if v not in (None, False, []) and k not in NOT_YET), flush=True)
 
 
@@ -672,7 +673,7 @@ def report_validation(run):
 
 def bench(name, rounds=5):
     """Print MFU of whole steps of a preset, the machine's peak measured anew beside each."""
-    args = build_parser().parse_args(["--model", name, "--seq-len", "512"])
+    args = build_parser().parse_args(["--model", name])
     run = set_up(args, report=lambda text: None)
     train_step(run)
     fractions = []
@@ -693,8 +694,8 @@ def generate_command(args):
     config = ModelConfig(**run["config"])
     spec = args.tokenizer or run["flags"]["tokenizer"]
     if not spec:
-        raise ValueError(f"{path} was imported and does not know its tokenizer; add --tokenizer, an "
-                         "encoding's name or a .tiktoken file")
+        raise ValueError(f"{path} was imported and does not know its tokenizer; add --tokenizer, "
+                         "an encoding's name or a .tiktoken file")
     tokenizer = data.load_tokenizer(spec)
     prompt = tokenizer.encode_ordinary(args.prompt) or [tokenizer.eot_token]
     data.check_vocabulary(tokenizer, config.vocab_size)
