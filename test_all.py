@@ -11,11 +11,13 @@ import atexit
 import base64
 import collections
 import dataclasses
+import importlib
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shutil
 import signal
 import struct
@@ -368,6 +370,16 @@ def test_cached_and_absorbed_equal_expanded_for_ragged_prompts(q_lora_rank, abso
 def test_absorbing_is_chosen_for_few_queries():
     layer = mla.MLA(64, 2, 0, 512, 128, 64, 128, 1e-6, 0.1)
     assert layer.absorbing_pays(1) and layer.absorbing_pays(170) and not layer.absorbing_pays(171)
+
+
+def test_padded_values_change_nothing():
+    q, k, v = (torch.randn(1, 7, 2, w, dtype=torch.float64) for w in (12, 12, 8))
+    padded, wide = mla.pad_values(v, 12), torch.zeros(1, 1024, 1, 8)
+    assert padded.shape[-1] == 12 and mla.pad_values(v, 96) is v
+    assert mla.pad_values(wide, 96).shape[-1] == 96
+    got = mla.attend(q, k, padded, 0.3)
+    assert torch.allclose(got[..., :8], mla.attend(q, k, v, 0.3), rtol=0, atol=1e-12)
+    assert not got[..., 8:].any()
 
 
 @pytest.mark.parametrize("g, dv", [(4, 8), (2, 8), (1, 5)])
@@ -2155,3 +2167,42 @@ def test_the_command_line_shows_every_flag_with_its_default():
     text = train.build_parser().format_help()
     for action in train.build_parser()._actions[1:]:
         assert action.option_strings[0] in text and action.help
+
+
+# ---- README.md ----
+
+README = (HERE / "README.md").read_text()
+
+
+def test_the_readme_lists_every_flag_with_its_default():
+    for action in train.build_parser()._actions[1:]:
+        row = next((line for line in README.splitlines()
+                    if line.startswith(f"| `{action.option_strings[0]}`")), None)
+        assert row, action.option_strings[0]
+        default = row.split("|")[2].strip()
+        if action.default is None or action.default is False or action.default == []:
+            assert default in ("off", "none"), row
+        else:
+            assert default == f"`{action.default:g}`" if isinstance(
+                action.default, float) else default == f"`{action.default}`", row
+
+
+def test_the_readme_points_at_things_that_exist():
+    found = re.findall(r"`(\w+)\.py`: (`[\w.]+`(?:(?:, | and )`[\w.]+`)*)", README)
+    assert len(found) > 20
+    for module, names in found:
+        for name in re.findall(r"`([\w.]+)`", names):
+            thing = importlib.import_module(module)
+            if name == "nn.RMSNorm":
+                continue
+            for part in name.split("."):
+                assert hasattr(thing, part), f"{module}.py: {name}"
+                thing = getattr(thing, part)
+
+
+def test_the_readme_has_every_chapter_of_the_course():
+    times = re.findall(r"^\| (\d\d:\d\d:\d\d) \|", README, re.MULTILINE)
+    assert len(times) == 30 and times == sorted(times)
+    files = {p.name for p in HERE.glob("*.py")}
+    for name in set(re.findall(r"`(\w+\.py)`", README)):
+        assert name in files or f"(`{name}`" in README or f", `{name}`" in README, name
