@@ -740,7 +740,8 @@ def main(argv=None):
     count = commands.add_parser("count", help="parameters and FLOPs per token of a preset",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count.add_argument("model", help=", ".join(PRESETS))
-    count.add_argument("--override", nargs="+", default=[], metavar="FIELD=VALUE", help="changes")
+    count.add_argument("--override", nargs="+", action="extend", default=[],
+                       metavar="FIELD=VALUE", help="changes")
     count.add_argument("--seq-len", type=int, default=4096, help="for attention's FLOPs")
     sampling = commands.add_parser("generate", help="continue a prompt",
                                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)

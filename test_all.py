@@ -2033,6 +2033,12 @@ def test_wrong_flags_exit_2_in_one_line_and_touch_nothing(flags, words, tmp_path
     assert not out.exists()
 
 
+def test_a_folder_that_cannot_be_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert train.main(["--out", str(tmp_path / "file" / "run")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
 def test_several_ranks_are_refused_before_any_group_forms(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main([]) == 2

@@ -101,12 +101,13 @@ def build_parser():
     group("model",
           ("--model", dict(choices=list(PRESETS), help="preset; tiny, or with --init-from or "
                            "--resume the checkpoint's own")),
-          ("--override", value(str, [], "FIELD=VALUE of the model's configuration", nargs="+")),
+          ("--override", value(str, [], "FIELD=VALUE of the model's configuration", nargs="+",
+                               action="extend")),
           ("--init-from", value(str, None, "checkpoint whose weights start a new run")))
     group("data",
           ("--data", value(str, None, "files, folders or globs: .txt .md .py .jsonl, .bin token "
                            "files, Megatron .bin+.idx; none = the Python standard library's text",
-                           nargs="+")),
+                           nargs="+", action="extend")),
           ("--tokenizer", value(str, "bytes", "`bytes`, a tiktoken encoding, or a .tiktoken file")),
           ("--errors", choice("strict", ["strict", "replace"], "what to do with text that is not "
                               "UTF-8")),
@@ -200,8 +201,20 @@ def check_flags(args):
     if args.eval_only and not (args.resume or args.init_from):
         raise ValueError("--eval-only needs a checkpoint: add --init-from DIR, or --out DIR "
                          "--resume")
+    if args.out:
+        check_writable(args.out)
     if args.compile:
         check_compiler()
+
+
+def check_writable(out):
+    """Raises ValueError when the folder can't be made or written, without making it."""
+    folder = Path(out).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"--out {out}: {folder} "
+                         f"{'can not be written' if folder.is_dir() else 'is not a folder'}")
 
 
 def check_compiler():
