@@ -131,11 +131,14 @@ def resolve(path):
 # ---- loading ----
 
 def read_run(path):
-    """run.json of a checkpoint. Raises ValueError when it is damaged."""
-    try:
-        return json.loads(Path(path, "run.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}/run.json is damaged ({error}); use an older checkpoint") from None
+    """run.json of a checkpoint that train.py or import-hf wrote. Raises ValueError when something
+    that they write is missing."""
+    run = json.loads(Path(path, "run.json").read_text())
+    missing = {"step", "tokens", "config", "flags"} - set(run)
+    if missing:
+        raise ValueError(f"{path}/run.json has no {', '.join(sorted(missing))}: it is damaged, or "
+                         "of another program; use another checkpoint")
+    return run
 
 
 def read_tensor_table(path):

@@ -511,7 +511,8 @@ def open_corpus(paths, tokenizer, errors="strict", cache_dir=None, progress=prin
                       for part in ("train", "validation")])
     for path in (f for f in files if f not in text):
         pairs.append(open_token_file(path, tokenizer, cache, who))
-    return tuple(join(name, [pair[i] for pair in pairs]) for i in (0, 1))
+    return tuple(join(part, [pair[i] for pair in pairs])
+                 for i, part in enumerate((name, f"{name}, validation split")))
 
 
 def open_bin(path, dtype):
@@ -578,9 +579,9 @@ class Batches:
         self.mask_boundaries, self.isolate_documents = mask_boundaries, isolate_documents
         self.n_sequences = (stream.n_tokens - 1) // seq_len
         if self.n_sequences < 1:
-            raise ValueError(f"{stream.name}: {stream.n_tokens} tokens in this split, and one "
-                             f"sequence of --seq-len {seq_len} needs {seq_len + 1}; use a shorter "
-                             "--seq-len or more text")
+            raise ValueError(f"{stream.name}: {stream.n_tokens} tokens, and one sequence of "
+                             f"--seq-len {seq_len} needs {seq_len + 1}; use a shorter --seq-len "
+                             "or more text")
 
     def sequence_number(self, step, row):
         """Which sequence is row `row` of step `step`. Every epoch has a permutation of its own."""

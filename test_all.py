@@ -1647,6 +1647,12 @@ def test_a_changed_flag_is_refused_with_both_values():
     checkpoint.check_resume({"keep": 1}, {"keep": 2}, ["batch_size"])
 
 
+def test_a_run_json_of_another_program_is_refused_by_what_it_lacks(tmp_path):
+    path = checkpoint.save(tmp_path, 1, {"model.w": torch.ones(2)}, {"step": 1, "config": {}})
+    with pytest.raises(ValueError, match="no flags, tokens"):
+        checkpoint.read_run(path)
+
+
 def test_checkpoints_hold_no_pickled_objects_of_ours(tmp_path):
     path = checkpoint.save(tmp_path, 0, {"model.w": torch.ones(3)}, {"step": 0})
     assert json.loads((path / "run.json").read_text()) == {"step": 0}
@@ -1793,7 +1799,7 @@ def test_exporting_interleaved_heads_turns_them_into_halves(tmp_path):
     config = make_config("tiny-dense", ["rope_interleaved=true"])
     model = built(config, 3)
     checkpoint.save(tmp_path, 1, {f"model.{n}": t for n, t in model.state_dict().items()},
-                    {"config": dataclasses.asdict(config)})
+                    {"step": 1, "tokens": 0, "flags": {}, "config": dataclasses.asdict(config)})
     checkpoint.export_hf(tmp_path, tmp_path / "hf")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     tokens = torch.randint(512, (1, 50))
@@ -2167,6 +2173,11 @@ def test_generation_streams_text_from_a_checkpoint(train_text, tmp_path, capsys)
     assert capsys.readouterr().out == first
     assert model_file.main([*command[:2], str(tmp_path / "no"), *command[3:]]) == 2
     assert model_file.main([*command[:-1], "4000"]) == 2
+    for wrong in (["--temperature", "-1"], ["--top-p", "0"], ["--top-k", "-2"],
+                  ["--max-new-tokens", "-1"], ["--tokenizer", "gpt9"]):
+        capsys.readouterr()
+        assert model_file.main([*command, *wrong]) == 2
+        assert wrong[0] in capsys.readouterr().err
 
 
 def test_the_command_line_shows_every_flag_with_its_default():

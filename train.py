@@ -348,12 +348,13 @@ def find_resumed(args):
     Raises ValueError when --out already holds a run that --resume was not given for, when there is
     nothing to resume, or when a flag would change the run.
     """
-    newest = checkpoint.newest(args.out) if args.out else None
     if not args.resume:
-        if newest:
-            raise ValueError(f"--out {args.out} already holds a run (checkpoint {newest.name}); "
+        held = checkpoint.steps_in(Path(args.out, "checkpoints")) if args.out else []
+        if held:
+            raise ValueError(f"--out {args.out} already holds a run (checkpoint {held[0].name}); "
                              "add --resume to go on with it, or choose another folder")
         return None
+    newest = checkpoint.newest(args.out)
     if newest is None:
         raise ValueError(f"--resume: no whole checkpoint in {args.out}; leave --resume out to "
                          "start a new run")
@@ -700,8 +701,19 @@ def bench(name, rounds=5):
 
 # ---- sampling from a checkpoint: python model.py generate ----
 
+def check_sampling(args):
+    """Raises ValueError for numbers that no sampling can have."""
+    for name, right, rule in (("temperature", 0 <= args.temperature < math.inf, "at least 0"),
+                              ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1"),
+                              ("top_k", args.top_k >= 0, "at least 0 (0: all)"),
+                              ("max_new_tokens", args.max_new_tokens >= 0, "at least 0")):
+        if not right:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {rule}")
+
+
 def generate_command(args):
     """Load a checkpoint, stream a continuation of the prompt to the terminal."""
+    check_sampling(args)
     path = checkpoint.resolve(args.checkpoint)
     run = checkpoint.read_run(path)
     config = ModelConfig(**run["config"])
