@@ -548,6 +548,7 @@ def demo():
 
 
 def main(argv=None):
+    """The commands of the module docstring. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     command = commands.add_parser("show", help="what a checkpoint holds")

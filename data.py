@@ -304,6 +304,7 @@ def build_text(files, tokenizer, errors, progress):
     tokens is.
     """
     def build(folder):
+        """Tokenise all documents into one file, then deal them out to the two splits."""
         dtype = token_dtype(tokenizer)
         lengths, keys, numbers = [], [], {}
         with open(folder / "all.bin", "wb") as out:
@@ -431,6 +432,7 @@ def build_token_file(path, tokenizer):
     """A builder for build_once: reads a token file through once and keeps its documents' starts and
     a content hash. Raises ValueError for a token that the tokenizer does not have."""
     def build(folder):
+        """One pass over the file."""
         megatron = os.path.exists(path[:-4] + ".idx")
         tokens, starts = (read_megatron(path[:-4]) if megatron
                           else (read_flat(path, tokenizer), None))
@@ -706,6 +708,7 @@ def inspect_command(args):
 
 
 def main(argv=None):
+    """The commands of the module docstring. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     write = commands.add_parser("tokenize", help="text to a token file")

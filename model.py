@@ -497,6 +497,7 @@ class Recomputed:
         return self, index, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, index, shape, stride, offset):
+        """The tensor that pack was given, made again."""
         if self.repeated is None:
             with torch.no_grad():
                 repeated = self.function(*self.inputs)
@@ -509,6 +510,7 @@ class Recomputed:
 
 
 def _recompute_selected(block):
+    """Have a block keep Recomputed records in place of the outputs of the selected methods."""
     records = {}  # address of an output's storage -> its Recomputed, while the block runs
 
     def repeatable(function):
@@ -528,6 +530,7 @@ def _recompute_selected(block):
         return packed[0].unpack(*packed[1:]) if isinstance(packed, tuple) else packed
 
     def forward(*args):
+        """The block's forward, with the records of what it made looked up as autograd saves."""
         if not torch.is_grad_enabled():
             return plain_forward(*args)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -734,6 +737,7 @@ def bench():
 
 
 def main(argv=None):
+    """The commands of the module docstring. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Check, count or sample from the model.")
     parser.add_argument("--bench", action="store_true", help="time it instead of checking it")
     commands = parser.add_subparsers(dest="command")

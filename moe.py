@@ -86,6 +86,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        """grads: of each output, (n, o)."""
         (x, *weights), counts = ctx.saved_tensors, ctx.counts
         grad_x = torch.empty_like(x)
         grad_weights = [torch.empty_like(weight) for weight in weights]
@@ -276,6 +277,7 @@ class Balance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """grad (n, e): of the gate weights' way back; counts and balance losses are added here."""
         scores, expert_ids = ctx.saved_tensors
         layer = ctx.layer
         layer.tokens_per_expert += expert_ids.flatten().bincount(minlength=scores.shape[-1])

@@ -153,6 +153,7 @@ class LossScaler:
         self.good_steps = 0
 
     def update(self, overflow):
+        """Move the scale after a step; `overflow`: a gradient was infinite or NaN."""
         if not self.active:
             return
         if overflow:
@@ -195,6 +196,7 @@ def describe_format(dtype):
 
 
 def show_formats(checks):
+    """The table of number formats, from torch.finfo."""
     print(f"{'format':12}{'exp':>4}{'man':>4}{'largest':>12}{'normal':>8}{'subn.':>8}{'eps':>7}")
     for name, dtype in FORMATS.items():
         row = describe_format(dtype)
@@ -221,6 +223,7 @@ def small_gradients():
 
 
 def show_underflow(checks):
+    """A histogram of gradients, and how many float16 loses with and without the loss scale."""
     grads = small_gradients()
     scale = LossScaler(torch.float16).scale
     print(f"gradients by size ({grads.numel():,} numbers; float16's least is 2^-24):")

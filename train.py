@@ -76,93 +76,97 @@ SAME_RUN = ["tokenizer", "errors", "seq_len", "batch_size", "mask_boundaries", "
             "weight_decay", "clip"]
 
 
+def switch(text):
+    return dict(action="store_true", help=text)
+
+
+def choice(default, choices, text):
+    return dict(default=default, choices=choices, help=text)
+
+
+def value(type_, default, text, **more):
+    return dict(type=type_, default=default, help=text, metavar="X", **more)
+
+
+# The command line: group -> flags, each with its default and a line of help.
+FLAGS = {
+    "model": [
+        ("--model", dict(choices=list(PRESETS), help="preset; tiny, or with --init-from or "
+                         "--resume the checkpoint's own")),
+        ("--override", value(str, [], "FIELD=VALUE of the model's configuration", nargs="+",
+                             action="extend")),
+        ("--init-from", value(str, None, "checkpoint whose weights start a new run"))],
+    "data": [
+        ("--data", value(str, None, "files, folders or globs: .txt .md .py .jsonl, .bin token "
+                         "files, Megatron .bin+.idx; none = the Python standard library's text",
+                         nargs="+", action="extend")),
+        ("--tokenizer", value(str, "bytes", "`bytes`, a tiktoken encoding, or a .tiktoken file")),
+        ("--errors", choice("strict", ["strict", "replace"], "what to do with text that is not "
+                            "UTF-8")),
+        ("--seq-len", value(int, 256, "tokens per sequence")),
+        ("--batch-size", value(int, 16, "sequences a step, all ranks together")),
+        ("--micro-batch-size", value(int, 8, "sequences per forward on one rank")),
+        ("--mask-boundaries", switch("no loss on the first token of a document, given the last "
+                                     "one")),
+        ("--isolate-documents", switch("attention stays within a document"))],
+    "layout": [
+        ("--dp", value(int, 1, "data-parallel replicas")),
+        ("--fsdp", value(int, 1, "ranks that share parameters, gradients, optimizer state")),
+        ("--zero", dict(type=int, default=0, help="what fsdp shards", choices=[0, 1, 2, 3])),
+        ("--cp", value(int, 1, "ranks that share a sequence")),
+        ("--cp-method", choice("ring", ["ring", "allgather", "ulysses"], "how they attend")),
+        ("--tp", value(int, 1, "ranks that share each layer")),
+        ("--pp", value(int, 1, "pipeline ranks")),
+        ("--pp-schedule", choice("1f1b", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v",
+                                          "dualpipe-v"], "pipeline schedule")),
+        ("--virtual-stages", value(int, 1, "pipeline stages per rank")),
+        ("--ep", value(int, 1, "ranks that share the experts")),
+        ("--etp", value(int, 1, "ranks that share each expert")),
+        ("--device", choice("auto", ["auto", "cpu", "cuda"], "auto = cuda where there is one"))],
+    "numerics": [
+        ("--dtype", choice("fp32", list(DTYPES), "compute type; bf16 and fp16 keep float32 "
+                           "master weights")),
+        ("--seed", value(int, 0, "of the starting values and of the order of the data")),
+        ("--recompute", choice("none", ["none", "selective", "full"], "repeat forward work in "
+                               "backward instead of storing it")),
+        ("--compile", switch("torch.compile the parts of a block that never communicate")),
+        ("--check-parity", switch("compare 3 steps with one process, then exit"))],
+    "optimizer": [
+        ("--optimizer", choice("adamw", ["adamw", "sgd"], "update rule")),
+        ("--steps", value(int, 200, "optimizer steps of the whole run")),
+        ("--stop-after", value(int, None, "end cleanly after this step")),
+        ("--lr", value(float, 3e-3, "peak learning rate")),
+        ("--min-lr", value(float, None, "last learning rate; none = a tenth of the peak")),
+        ("--warmup", value(int, 20, "steps of linear warmup")),
+        ("--lr-schedule", choice("cosine", ["cosine", "wsd", "linear", "constant"], "shape")),
+        ("--weight-decay", value(float, 0.1, "on matrices, not on norms")),
+        ("--clip", value(float, 1.0, "largest global gradient norm; 0 = no clipping"))],
+    "output": [
+        ("--out", value(str, None, "folder for metrics.jsonl and checkpoints; none = no files")),
+        ("--save-every", value(int, 0, "steps between checkpoints; 0 = at the end only")),
+        ("--keep", value(int, 2, "newest checkpoints to keep; 0 = all")),
+        ("--async-save", switch("go on training while a checkpoint is written")),
+        ("--strict-save", switch("a checkpoint that can't be written ends the run")),
+        ("--resume", switch("go on from the newest checkpoint in --out")),
+        ("--eval-every", value(int, 0, "steps between validations; 0 = at the end only")),
+        ("--eval-only", switch("validate the checkpoint of --init-from or --resume, then exit")),
+        ("--log-every", value(int, 10, "steps between progress lines")),
+        ("--profile", switch("write a chrome trace of steps 3 to 5 into --out")),
+        ("--tensorboard", switch("write the metrics for tensorboard too, into --out")),
+        ("--collective-timeout", value(float, 600.0, "seconds until a collective is given up")),
+        ("--stop-timeout", value(float, 10.0, "seconds to wait for other ranks when stopping"))],
+}
+
+
 def build_parser():
-    """The command line: flags grouped by concern, each with its default and a line of help."""
+    """An argparse parser of FLAGS."""
     parser = argparse.ArgumentParser(
         description="Train a DeepSeek-V3-style or Llama-style model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-
-    def group(title, *flags):
+    for title, flags in FLAGS.items():
         section = parser.add_argument_group(title)
         for name, options in flags:
-            if "choices" not in options and options.get("action") != "store_true":
-                options.setdefault("metavar", "X")
             section.add_argument(name, **options)
-
-    def switch(text):
-        return dict(action="store_true", help=text)
-
-    def choice(default, choices, text):
-        return dict(default=default, choices=choices, help=text)
-
-    def value(type_, default, text, **more):
-        return dict(type=type_, default=default, help=text, **more)
-
-    group("model",
-          ("--model", dict(choices=list(PRESETS), help="preset; tiny, or with --init-from or "
-                           "--resume the checkpoint's own")),
-          ("--override", value(str, [], "FIELD=VALUE of the model's configuration", nargs="+",
-                               action="extend")),
-          ("--init-from", value(str, None, "checkpoint whose weights start a new run")))
-    group("data",
-          ("--data", value(str, None, "files, folders or globs: .txt .md .py .jsonl, .bin token "
-                           "files, Megatron .bin+.idx; none = the Python standard library's text",
-                           nargs="+", action="extend")),
-          ("--tokenizer", value(str, "bytes", "`bytes`, a tiktoken encoding, or a .tiktoken file")),
-          ("--errors", choice("strict", ["strict", "replace"], "what to do with text that is not "
-                              "UTF-8")),
-          ("--seq-len", value(int, 256, "tokens per sequence")),
-          ("--batch-size", value(int, 16, "sequences a step, all ranks together")),
-          ("--micro-batch-size", value(int, 8, "sequences per forward on one rank")),
-          ("--mask-boundaries", switch("no loss on the first token of a document, given the last "
-                                       "one")),
-          ("--isolate-documents", switch("attention stays within a document")))
-    group("layout",
-          ("--dp", value(int, 1, "data-parallel replicas")),
-          ("--fsdp", value(int, 1, "ranks that share parameters, gradients, optimizer state")),
-          ("--zero", value(int, 0, "what fsdp shards", choices=[0, 1, 2, 3])),
-          ("--cp", value(int, 1, "ranks that share a sequence")),
-          ("--cp-method", choice("ring", ["ring", "allgather", "ulysses"], "how they attend")),
-          ("--tp", value(int, 1, "ranks that share each layer")),
-          ("--pp", value(int, 1, "pipeline ranks")),
-          ("--pp-schedule", choice("1f1b", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v",
-                                            "dualpipe-v"], "pipeline schedule")),
-          ("--virtual-stages", value(int, 1, "pipeline stages per rank")),
-          ("--ep", value(int, 1, "ranks that share the experts")),
-          ("--etp", value(int, 1, "ranks that share each expert")),
-          ("--device", choice("auto", ["auto", "cpu", "cuda"], "auto = cuda where there is one")))
-    group("numerics",
-          ("--dtype", choice("fp32", list(DTYPES), "compute type; bf16 and fp16 keep float32 "
-                             "master weights")),
-          ("--seed", value(int, 0, "of the starting values and of the order of the data")),
-          ("--recompute", choice("none", ["none", "selective", "full"], "repeat forward work in "
-                                 "backward instead of storing it")),
-          ("--compile", switch("torch.compile the parts of a block that never communicate")),
-          ("--check-parity", switch("compare 3 steps with one process, then exit")))
-    group("optimizer",
-          ("--optimizer", choice("adamw", ["adamw", "sgd"], "update rule")),
-          ("--steps", value(int, 200, "optimizer steps of the whole run")),
-          ("--stop-after", value(int, None, "end cleanly after this step")),
-          ("--lr", value(float, 3e-3, "peak learning rate")),
-          ("--min-lr", value(float, None, "last learning rate; none = a tenth of the peak")),
-          ("--warmup", value(int, 20, "steps of linear warmup")),
-          ("--lr-schedule", choice("cosine", ["cosine", "wsd", "linear", "constant"], "shape")),
-          ("--weight-decay", value(float, 0.1, "on matrices, not on norms")),
-          ("--clip", value(float, 1.0, "largest global gradient norm; 0 = no clipping")))
-    group("output",
-          ("--out", value(str, None, "folder for metrics.jsonl and checkpoints; none = no files")),
-          ("--save-every", value(int, 0, "steps between checkpoints; 0 = at the end only")),
-          ("--keep", value(int, 2, "newest checkpoints to keep; 0 = all")),
-          ("--async-save", switch("go on training while a checkpoint is written")),
-          ("--strict-save", switch("a checkpoint that can't be written ends the run")),
-          ("--resume", switch("go on from the newest checkpoint in --out")),
-          ("--eval-every", value(int, 0, "steps between validations; 0 = at the end only")),
-          ("--eval-only", switch("validate the checkpoint of --init-from or --resume, then exit")),
-          ("--log-every", value(int, 10, "steps between progress lines")),
-          ("--profile", switch("write a chrome trace of steps 3 to 5 into --out")),
-          ("--tensorboard", switch("write the metrics for tensorboard too, into --out")),
-          ("--collective-timeout", value(float, 600.0, "seconds until a collective is given up")),
-          ("--stop-timeout", value(float, 10.0, "seconds to wait for other ranks when stopping")))
     return parser
 
 
@@ -599,6 +603,7 @@ class Logger:
             self.board = SummaryWriter(run.args.out, purge_step=run.step + 1)
 
     def step(self, found):
+        """Write a step's metrics; show every --log-every-th to the person."""
         if self.file:
             self.file.write(json.dumps(found) + "\n")
         if self.board:
@@ -748,6 +753,7 @@ def generate_command(args):
 
 
 def main(argv=None):
+    """Set up, train, validate. Returns the exit code."""
     args = build_parser().parse_args(argv)
     keep_freed_memory()
     try:
