@@ -5,8 +5,9 @@
 
 Pre-norm blocks with RMSNorm; the first n_dense_layers blocks have a dense SwiGLU, the rest a
 mixture of experts; attention is multi-head latent attention (mla.py) or, with kv_lora_rank=0,
-MHA/GQA/MQA. Parallelism lives elsewhere and plugs in at four seams: linear layers, the attention
-core, the experts, and embedding + head + loss. Nothing here knows of ranks.
+MHA/GQA/MQA. Nothing here knows of ranks: parallelism plugs in at four seams, plain attributes and
+methods that it replaces: linear layers (nn.Linear), the attention core (attn.core), the experts
+(ffn.routed), and embedding + head + loss (embed, head_loss).
 
 Shapes: b batch, s sequence, h heads, g key/value heads, d width, v vocabulary, e experts, n tokens.
 

@@ -1618,6 +1618,26 @@ def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
         checkpoint.load(path, {**loaded, "model.d": torch.zeros(1)})
 
 
+def _checkpoint_on_ranks(rank, world_size, out):
+    w = torch.arange(12.0).view(3, 4) / 7
+    if rank == 0:
+        checkpoint.save(out, 5, {"model.w": w, "optim.step.w": torch.tensor(5.0)}, {"step": 5})
+    dist.barrier()
+    path = checkpoint.newest(out)
+    found = {"model.w": torch.zeros(3, 4), "optim.step.w": torch.tensor(0.0)}
+    checkpoint.load(path, found)
+    total = found["model.w"].clone()
+    dist.all_reduce(total)
+    same = torch.equal(found["model.w"], w) and torch.allclose(total, world_size * w)
+    return path.name, same, found["optim.step.w"].item()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_reads_what_one_rank_saved(tmp_path, world_size):
+    found = ranks(world_size, _checkpoint_on_ranks, str(tmp_path))
+    assert found == [("step-5", True, 5.0)] * world_size
+
+
 def test_two_optimizers_continue_alike_from_a_checkpoint(tmp_path):
     """AdamW's step counters included: one optimizer goes on, another is loaded."""
     torch.manual_seed(0)

@@ -42,18 +42,10 @@ from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, c
                    override_config, sample)
 from moe import MoE, max_violation, reset_counts, update_expert_bias
 
-# Dense peak of the data sheets in TFLOP/s, by compute dtype; the first name that the device's own
-# name contains counts. fp32 is TF32-free, as torch computes by default.
-GPU_PEAKS = {
-    "A100": {"bf16": 312, "fp16": 312, "fp32": 19.5, "fp64": 19.5},
-    "H100 PCIe": {"bf16": 756, "fp16": 756, "fp32": 51, "fp64": 51},
-    "H100 NVL": {"bf16": 835, "fp16": 835, "fp32": 60, "fp64": 60},
-    "H100": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
-    "H200": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
-    "H800": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 1},
-    "B200": {"bf16": 2250, "fp16": 2250, "fp32": 75, "fp64": 37},
-    "L40S": {"bf16": 362, "fp16": 362, "fp32": 91.6, "fp64": 1.4},
-}
+# Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
+# contains counts.
+GPU_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "A100": 312,
+             "B200": 2250, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500}
 
 EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random order
 
@@ -226,7 +218,7 @@ def check_compiler():
     from torch._inductor import cpp_builder, exc
     try:
         cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError):
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
         raise ValueError("--compile needs a C++ compiler (g++ or clang++) on the PATH and found "
                          "none; install one or leave --compile out") from None
 
@@ -371,12 +363,12 @@ def find_resumed(args):
 
 
 def measure_peak(device, dtype):
-    """Peak FLOP/s that MFU is a fraction of: the data sheet's for a known GPU (None for another),
-    this machine's own best matrix product on a CPU, measured now."""
+    """Peak FLOP/s that MFU is a fraction of: the data sheet's for a known GPU in 16 bits (None for
+    others), this machine's own best matrix product on a CPU, measured now."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        peaks = next((GPU_PEAKS[key] for key in GPU_PEAKS if key in name), None)
-        return peaks[dtype] * 1e12 if peaks else None
+        peak = next((GPU_PEAKS[key] for key in GPU_PEAKS if key in name), None)
+        return peak * 1e12 if peak and dtype in ("bf16", "fp16") else None
     n = 256 if dtype in ("bf16", "fp16") else 1024  # processors without bf16 units are slow at it
     a = torch.ones(n, n, dtype=DTYPES[dtype])
     best = math.inf
