@@ -41,12 +41,12 @@ class SiluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate) * up  # not in place: torch 2.11 compiles that to wrong gradients
 
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate) * grad
 
 
 class SwiGLU(nn.Module):
