@@ -5,7 +5,7 @@ number; never a second copy of the code it tests. Different data on every rank, 
 gradients compared directly.
 
     python -m pytest -q                    everything here, in some minutes on two cores
-    python -m pytest -q -k moe             the tests of one file
+    python -m pytest -q -k 'kill or bit'   those whose names say so
 """
 import atexit
 import base64
