@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 STEP = re.compile(r"step-(\d+)")
@@ -52,9 +53,7 @@ def save(out_dir, step, tensors, run, keep=0):
     for remains in folder.glob("step-*.partial"):
         shutil.rmtree(remains)
     partial, whole = folder / f"step-{step}.partial", folder / f"step-{step}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "no process group: saving in one process" is what we ask
-        dcp.save({k: t.detach() for k, t in tensors.items()}, checkpoint_id=partial, no_dist=True)
+    in_one_process(dcp.save, tensors, partial)
     (partial / "run.json").write_text(json.dumps(run, indent=1))
     for path in [*partial.iterdir(), partial]:
         flush(path)
@@ -65,6 +64,18 @@ def save(out_dir, step, tensors, run, keep=0):
     for old in steps_in(folder)[keep:] if keep else []:
         shutil.rmtree(old)
     return whole
+
+
+def in_one_process(operation, tensors, path):
+    """dcp.save or dcp.load without a process group. Its own kind of exception is turned into the
+    OSError that caused it, so that a full disk reads as a full disk."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that there is no group: that is what we ask for
+        try:
+            operation({k: t.detach() for k, t in tensors.items()}, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise OSError(f"{path}: {cause}") from error
 
 
 def flush(path):
@@ -154,7 +165,7 @@ def load(path, tensors):
     Raises ValueError naming the first few that are missing, unexpected or of another shape.
     """
     compare(path, tensors, read_tensor_table(path))
-    fill(path, tensors)
+    in_one_process(dcp.load, tensors, path)
 
 
 def load_model(path, model):
@@ -165,7 +176,7 @@ def load_model(path, model):
     wanted.update((f"model.{name}", b) for name, b in model.named_buffers()
                   if name.endswith("expert_bias"))
     compare(path, wanted, held)
-    fill(path, wanted)
+    in_one_process(dcp.load, wanted, path)
 
 
 def compare(path, wanted, held):
@@ -181,12 +192,6 @@ def compare(path, wanted, held):
     if faults:
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ValueError(f"{path} does not fit: {'; '.join(faults[:3])}{more}")
-
-
-def fill(path, tensors):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load({k: t.detach() for k, t in tensors.items()}, checkpoint_id=path, no_dist=True)
 
 
 def optimizer_tensors(optimizer, masters):
@@ -453,7 +458,8 @@ def export_hf(source, out_dir, shard_bytes=5 * 10 ** 9):
     config = ModelConfig(**read_run(path)["config"])
     hf, table = config_to_hf(config), read_tensor_table(path)
     tensors = {name: torch.empty(shape) for name, shape in model_tensors(config).items()}
-    fill(path, {f"model.{name}": t for name, t in tensors.items() if f"model.{name}" in table})
+    in_one_process(dcp.load, {f"model.{name}": t for name, t in tensors.items()
+                              if f"model.{name}" in table}, path)
     shards, size = [{}], 0
     for name, tensor in tensors.items():
         if name.endswith("expert_bias") and hf["model_type"] == "deepseek_v2":

@@ -2152,14 +2152,26 @@ def test_16_bit_training_follows_float32(train_text, dtype):
         assert b == pytest.approx(a, abs=0.05)
 
 
-def test_a_failed_save_warns_or_stops_when_strict(train_text, tmp_path, capsys, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(checkpoint, "save", full)
-    flags = _train_flags(train_text, "--steps", "2", "--save-every", "1", "--out")
-    assert train.main([*flags, str(tmp_path / "a")]) == 0
-    assert "No space left" in capsys.readouterr().err
-    assert train.main([*flags, str(tmp_path / "b"), "--strict-save"]) == 1
+TRAIN_ON_A_FULL_DISK = """
+import resource, signal, sys, train
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing past the limit is an error, not the end
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_save_that_fails_warns_or_stops_when_strict(train_text, tmp_path, strict):
+    out = str(tmp_path / "out")
+    child = subprocess.run(
+        [sys.executable, "-c", TRAIN_ON_A_FULL_DISK, *_train_flags(
+            train_text, "--steps", "2", "--save-every", "1", "--out", out),
+         *["--strict-save"] * strict], cwd=HERE, capture_output=True, text=True, timeout=100)
+    assert child.returncode == int(strict), child.stderr
+    assert len(child.stderr.splitlines()) == (1 if strict else 2), child.stderr
+    assert "step-1.partial" in child.stderr and ("warning" in child.stderr) != strict
+    assert checkpoint.newest(out) is None
+    assert len(_train_metrics(out)) == (1 if strict else 2)
 
 
 def test_the_profile_is_a_chrome_trace(train_text, tmp_path):

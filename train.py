@@ -622,10 +622,8 @@ def train(run):
     Returns True when it came to the end of the run, False when it was asked to stop before.
     """
     args, asked = run.args, []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: asked.append(signal.Signals(number).name))
     logger, saved = Logger(run), run.step
-    with profiler(run) as profile:
+    with profiler(run) as profile, stop_signals(asked):
         while run.step < last_step(args) and not asked:
             logger.step(train_step(run))
             if profile:
@@ -642,6 +640,19 @@ def train(run):
         print(f"{asked[0]}: stopped after step {run.step}" + (
             f", saved in {args.out}; --resume goes on from here" if args.out else ""), flush=True)
     return run.step >= args.steps
+
+
+@contextlib.contextmanager
+def stop_signals(asked):
+    """SIGTERM and SIGINT only put their name into the list `asked`, while this lasts."""
+    def note(number, frame):
+        asked.append(signal.Signals(number).name)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def profiler(run):
