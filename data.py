@@ -99,7 +99,8 @@ def load_rank_file(path):
                          f"(first 0x{missing[0]:02x}), so not every text could be encoded")
     if len(set(ranks.values())) < len(ranks):
         raise ValueError(f"--tokenizer {path}: two tokens have the same rank")
-    return tiktoken.Encoding(Path(path).stem, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks,
+    # The suffix stays in the name: mine is never taken for an encoding that is called alike.
+    return tiktoken.Encoding(Path(path).name, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks,
                              special_tokens={EOT: max(ranks.values()) + 1})
 
 
@@ -121,18 +122,24 @@ def find_files(paths):
     """Files of `paths` (files, folders, globs), each with the name it is known by: relative to the
     folder it was found through, so that a moved corpus splits the same way."""
     found = {}
+
+    def add(file, name):  # by its one real path, so that no text is read twice
+        found.setdefault(os.path.realpath(file), name)
+
     for path in paths:
         if not glob.has_magic(path) and not os.path.exists(path):
             raise ValueError(f"--data {path}: no such file or folder")
         if os.path.isdir(path):
             for file in sorted(Path(path).rglob("*")):
                 if file.suffix in TEXT | {".bin"} and file.is_file():
-                    found[str(file)] = str(file.relative_to(path))
+                    add(file, str(file.relative_to(path)))
             continue
         matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
         for file in matches:
+            if file.endswith(".idx"):  # the index of a pair stands for the pair
+                file = file[:-4] + ".bin"
             if os.path.isfile(file):
-                found[file] = os.path.basename(file)
+                add(file, os.path.basename(file))
     if not found:
         raise ValueError(f"--data {' '.join(paths)}: no file there ends in "
                          f"{' '.join(sorted(TEXT))} or .bin")
@@ -419,8 +426,12 @@ def write_megatron(path, documents, dtype):
 
 
 def read_flat(path, tokenizer):
-    """A flat token file, memory-mapped: uint16, or uint32 for more than 65,536 tokens."""
+    """A flat token file, memory-mapped: uint16, or uint32 for more than 65,536 tokens, or where
+    every second of its first uint16 numbers is 0, as only small numbers in uint32 make it."""
     dtype, size = np.dtype(token_dtype(tokenizer)).newbyteorder("<"), os.path.getsize(path)
+    first = np.fromfile(path, "<u2", 4096)
+    if size % 4 == 0 and len(first) > 2 and first.any() and not first[1::2].any():
+        dtype = np.dtype("<u4")
     if size % dtype.itemsize or not size:
         raise ValueError(f"{path}: {size:,} bytes are no whole number of {dtype.name} tokens (what "
                          f"tokenizer {tokenizer.name}, {tokenizer.n_vocab} tokens, needs): it is "

@@ -1207,6 +1207,30 @@ def test_token_files_know_their_documents_and_split_at_one(tmp_path):
     assert both.document_ids(378, 4).tolist() == [37, 37, 38, 38]
 
 
+def test_text_given_twice_is_read_once(tmp_path):
+    folder = _data_folder(tmp_path, 40)
+    once = _data_open(folder, tmp_path)
+    twice = _data_open([str(folder), str(folder / "000.txt"), f"{folder}/../text/*.txt"], tmp_path)
+    assert [s.n_tokens for s in twice] == [s.n_tokens for s in once]
+    assert not set(_data_texts(twice[0])) & set(_data_texts(twice[1]))
+
+
+def test_a_rank_file_named_like_an_encoding_is_not_it(tmp_path):
+    path = tmp_path / "bytes.tiktoken"
+    pairs = [(bytes([i]), 255 - i) for i in range(256)]
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in pairs))
+    assert data.encode(data.load_tokenizer(str(path)), b"ab").tolist() == [158, 157, 256]
+
+
+def test_small_numbers_in_uint32_are_read_as_they_are(tmp_path):
+    np.arange(1, 201).astype(np.uint32).tofile(tmp_path / "wide.bin")
+    train, validation = _data_open(tmp_path / "wide.bin", tmp_path)
+    assert [*train.read(0, 999), *validation.read(0, 999)] == list(range(1, 201))
+    data.write_megatron(str(tmp_path / "m"), [[1, 2, 3]] * 40, np.uint16)
+    by_index, _ = _data_open(tmp_path / "m.idx", tmp_path)
+    assert by_index.n_tokens == 114
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 17, 1000])
 def test_the_permutation_is_one_and_changes_with_its_key(n):
     orders = [[data.permuted(i, n, data.hash64(key)) for i in range(n)] for key in range(8)]
