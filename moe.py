@@ -18,7 +18,7 @@ Papers: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (2405.04434, 
 auxiliary-loss-free balancing (2408.15664), GShard (2006.16668), Switch (2101.03961).
 Course: 16:49:58 mixture of experts from first principles.
 
-    python moe.py            routes eight tokens by hand, checks all gradients; prints PASS
+    python moe.py            routes three tokens by hand, checks all gradients; prints PASS
     python moe.py --bench    a MoE layer beside the dense layer of equal active FLOPs
 """
 import argparse
