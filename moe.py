@@ -157,11 +157,19 @@ class Router(nn.Module):
     score_func sigmoid (V3) or softmax (V2); route_norm divides the chosen scores by their sum;
     route_scale multiplies the gate weights; with n_group > 1 a token chooses among the experts of
     its best topk_group groups only. Scores are float32 (float64 when training in float64).
+    Raises ValueError for another score_func, or when fewer than top_k experts can be reached.
     """
 
     def __init__(self, dim, num_experts, top_k, score_func="sigmoid", route_norm=True,
                  route_scale=1.0, n_group=1, topk_group=1):
         super().__init__()
+        reachable = num_experts // n_group * topk_group
+        if top_k > reachable or num_experts % n_group or topk_group > n_group:
+            raise ValueError(f"top_k={top_k} of {reachable} experts that can be reached "
+                             f"(num_experts={num_experts}, n_group={n_group}, topk_group="
+                             f"{topk_group}); n_group must divide num_experts")
+        if score_func not in ("sigmoid", "softmax"):
+            raise ValueError(f"score_func={score_func!r}: use sigmoid or softmax")
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         nn.init.normal_(self.weight, std=0.02)
         self.top_k, self.score_func, self.route_norm = top_k, score_func, route_norm
@@ -225,10 +233,12 @@ class MoE(nn.Module):
                              persistent=False)
 
     def _apply(self, fn, recurse=True):
-        bias = self.expert_bias
+        kept = {"expert_bias": self.expert_bias, "balance_loss": self.balance_loss}
         super()._apply(fn, recurse)
-        if self.expert_bias.dtype != torch.float32:  # the model was cast: move the bias, no more
-            self.expert_bias = bias.to(self.expert_bias.device)
+        for name, before in kept.items():
+            now = getattr(self, name)
+            if now.dtype != torch.float32:  # the model was cast: move what was, no more
+                setattr(self, name, before.to(now.device))
         return self
 
     def forward(self, x, balance_seed=0.0):

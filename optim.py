@@ -10,11 +10,11 @@ Who holds what, per parameter, when computing in 16 bits (bytes in brackets):
 In float32 and float64 the master weight is the parameter itself and nothing is copied.
 
 Sources: Mixed Precision Training (arXiv 1710.03740), AdamW (1711.05101), WSD (MiniCPM, 2404.06395,
-section 4), ZeRO (1910.02054, section 3.1, for the bytes).
+section 4) with the decay 1 - sqrt (2405.18392), ZeRO (1910.02054, section 3.1, for the bytes).
 Course: 15:41:22 metrics, optimizers, schedulers; course C: formats, master weights, loss scaling.
 
     python optim.py            number formats and why mixed precision needs its three parts; PASS
-    python optim.py --bench    fused AdamW beside foreach, and what the master weights cost
+    python optim.py --bench    fused AdamW beside foreach, and what master weights and hooks cost
 """
 import argparse
 import math
@@ -24,7 +24,7 @@ import time
 
 import torch
 
-WSD_DECAY = 0.2  # the last fifth of the steps decays
+WSD_DECAY = 0.2  # the last fifth of the steps decays; our choice (MiniCPM: a tenth)
 
 
 def parameter_groups(named_parameters, weight_decay):
@@ -32,8 +32,9 @@ def parameter_groups(named_parameters, weight_decay):
 
     Decay pulls the weights of a product towards zero, which bounds the product; a norm's weight has
     no such role, and pulling it to zero would shut its branch. The embedding and the router are
-    matrices and decay as well, as in DeepSeek-V3 (2412.19437, section 4.2). The test is the number
-    of dimensions of the full parameter, which no sharding changes.
+    matrices and decay as well: DeepSeek-V3 (2412.19437, section 4.2) gives one weight decay and
+    names no exception. The test is the number of dimensions of the full parameter, which must be
+    asked before a technique flattens it into shards.
 
     named_parameters: pairs (name, tensor); each group also records its "names", in order.
     """
@@ -65,7 +66,8 @@ def learning_rate(step, steps, lr, min_lr, warmup, schedule):
 
     Warmup rises linearly: lr / warmup at step 0, lr at step warmup - 1. The rest then falls from lr
     to min_lr, which the last step reaches: as half a cosine, linearly, not at all (constant), or
-    after a plateau, in the last fifth of the run, as 1 - sqrt (wsd: warmup, stable, decay).
+    after a plateau, in the last fifth of the run, as 1 - sqrt (wsd: warmup, stable, decay;
+    2405.18392 found this shape better than a line, MiniCPM's own is exponential).
     Raises ValueError for another schedule.
     """
     if schedule not in ("cosine", "wsd", "linear", "constant"):
@@ -178,12 +180,13 @@ class LossScaler:
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
            "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-# exponent bits, mantissa bits, largest, log2 of smallest normal, of smallest subnormal, of eps
-EXPECTED = {"float32": (8, 23, 3.4028e38, -126, -149, -23),
-            "bfloat16": (8, 7, 3.3895e38, -126, -133, -7),
-            "float16": (5, 10, 65504, -14, -24, -10),
-            "float8_e4m3": (4, 3, 448, -6, -9, -3),
-            "float8_e5m2": (5, 2, 57344, -14, -16, -2)}
+# exponent bits, mantissa bits, largest, log2 of smallest normal, of smallest subnormal, of eps, and
+# whether there is an infinity
+EXPECTED = {"float32": (8, 23, 3.4028e38, -126, -149, -23, True),
+            "bfloat16": (8, 7, 3.3895e38, -126, -133, -7, True),
+            "float16": (5, 10, 65504, -14, -24, -10, True),
+            "float8_e4m3": (4, 3, 448, -6, -9, -3, False),
+            "float8_e5m2": (5, 2, 57344, -14, -16, -2, True)}
 
 
 def describe_format(dtype):
@@ -192,16 +195,19 @@ def describe_format(dtype):
     info = torch.finfo(dtype)
     mantissa = -int(math.log2(info.eps))
     return (info.bits - 1 - mantissa, mantissa, info.max, int(math.log2(info.tiny)),
-            int(math.log2(info.tiny)) - mantissa, -mantissa)
+            int(math.log2(info.tiny)) - mantissa, -mantissa,
+            bool(torch.tensor(math.inf).to(dtype).float().isinf()))
 
 
 def show_formats(checks):
     """The table of number formats, from torch.finfo."""
-    print(f"{'format':12}{'exp':>4}{'man':>4}{'largest':>12}{'normal':>8}{'subn.':>8}{'eps':>7}")
+    print(f"{'format':12}{'exp':>4}{'man':>4}{'largest':>12}{'normal':>8}{'subn.':>8}{'eps':>7}"
+          f"{'inf':>5}")
     for name, dtype in FORMATS.items():
         row = describe_format(dtype)
         print(f"{name:12}{row[0]:4}{row[1]:4}{row[2]:12.5g}{'2^%d' % row[3]:>8}"
-              f"{'2^%d' % row[4]:>8}{'2^%d' % row[5]:>7}")
+              f"{'2^%d' % row[4]:>8}{'2^%d' % row[5]:>7}"
+              f"{'yes' if row[6] else 'no':>5}")
         close = math.isclose(row[2], EXPECTED[name][2], rel_tol=1e-4)
         checks[f"{name} as published"] = close and row[:2] + row[3:] == (
             EXPECTED[name][:2] + EXPECTED[name][3:])
@@ -239,6 +245,36 @@ def show_underflow(checks):
     checks["and overflows none"] = bool(kept.isfinite().all())
 
 
+def show_skipped_step(checks):
+    """Three float16 steps; the second overflows, and weights and schedule stand still for it."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    precision, scaler = MixedPrecision(model, torch.float16), LossScaler(torch.float16)
+    master = precision.masters["weight"]
+    optimizer = make_optimizer("adamw", parameter_groups(precision.named_masters(), 0.1), 1e-3)
+    updates, seen = 0, []
+    for size in (1.0, 1000.0, 1.0):  # the gradient is 256 x size: 256,000 is beyond 65,504
+        before = master.detach().clone()
+        inputs = torch.full((1, 4), size, dtype=torch.float16)
+        model(inputs).float().sum().backward(torch.tensor(scaler.scale / 256))
+        norm = gradient_norm([master]) / scaler.scale
+        overflow = not norm.isfinite()
+        if not overflow:
+            master.grad.mul_(1 / scaler.scale)
+            clip_([master], norm, 1.0)
+            optimizer.param_groups[0]["lr"] = learning_rate(updates, 10, 1e-3, 1e-4, 2, "cosine")
+            optimizer.step()
+            precision.refresh()
+            updates += 1
+        optimizer.zero_grad()
+        scaler.update(overflow)
+        seen.append((updates, scaler.scale, not torch.equal(before, master)))
+    print("steps good, overflowing, good (updates, scale, moved): "
+          + ", ".join(f"({u}, {s:g}, {'yes' if m else 'no'})" for u, s, m in seen))
+    checks["a skipped step is skipped"] = seen == [(1, 65536, True), (1, 32768, False),
+                                                   (2, 32768, True)]
+    checks["and is no step of AdamW"] = optimizer.state[master]["step"].item() == 2
+
+
 def demo():
     """Show what 16-bit numbers lose and what keeps training right in spite of it."""
     checks = {}
@@ -268,6 +304,7 @@ def demo():
         seen.append(scaler.scale)
     print(f"loss scale: 65536, an overflow -> {seen[0]:g}, 2,000 good steps -> {seen[-1]:g}")
     checks["loss scale"] = seen[0] == 32768 == seen[-2] and seen[-1] == 65536
+    show_skipped_step(checks)
     failed = [what for what, right in checks.items() if not right]
     print(f"FAILED: {', '.join(failed)}" if failed or not checks else "PASS")
     return 1 if failed or not checks else 0
@@ -289,7 +326,8 @@ def paired_ratio(a, b, rounds=15):
 
 
 def bench():
-    """AdamW fused beside foreach, and a 16-bit step's extra copy beside a float32 step."""
+    """AdamW fused beside foreach, a 16-bit step's extra copy beside a float32 step, and backward
+    with the accumulating hooks beside backward that adds in bfloat16."""
     parameters = [torch.randn(512, 1408, requires_grad=True) for _ in range(24)]
     for p in parameters:
         p.grad = torch.randn_like(p)
@@ -300,6 +338,13 @@ def bench():
     precision = MixedPrecision(model, torch.bfloat16)
     print(f"refreshing bfloat16 copies / fused AdamW: "
           f"{paired_ratio(precision.refresh, fused.step)}")
+    plain, hooked = (torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False)
+                                           for _ in range(24)]) for _ in range(2))
+    plain.bfloat16()
+    MixedPrecision(hooked, torch.bfloat16)
+    x = torch.randn(512, 256, dtype=torch.bfloat16)
+    print(f"forward and backward of 512 tokens, hooks / none: "
+          f"{paired_ratio(lambda: hooked(x).sum().backward(), lambda: plain(x).sum().backward())}")
     return 0
 
 
