@@ -160,7 +160,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Label:
     """What a rank holds of a parameter: its full shape and the cuts, each of what the one before
     left. `partial`: axes over which its gradient is still a partial sum after backward."""
     shape: tuple
@@ -168,15 +168,15 @@ class Layout:
     partial: tuple = ("data",)
 
 
-def layout_of(parameter):
+def label_of(parameter):
     """The parameter's label; one without is whole on every rank."""
-    return getattr(parameter, "layout", None) or Layout(tuple(parameter.shape))
+    return getattr(parameter, "label", None) or Label(tuple(parameter.shape))
 
 
-def local_region(layout, mesh):
+def local_region(label, mesh):
     """(start, length) in each dimension of the part of the full tensor that this rank holds."""
-    region = [(0, size) for size in layout.shape]
-    for cut in layout.cuts:
+    region = [(0, size) for size in label.shape]
+    for cut in label.cuts:
         axis, (start, length) = mesh[cut.axis], region[cut.dim]
         part = -(-length // cut.parts)
         offset = min(axis.rank * cut.parts // axis.size * part, length)
@@ -184,9 +184,9 @@ def local_region(layout, mesh):
     return region
 
 
-def local_part(full, layout, mesh):
+def local_part(full, label, mesh):
     """A view of what this rank holds of `full`."""
-    for dim, (start, length) in enumerate(local_region(layout, mesh)):
+    for dim, (start, length) in enumerate(local_region(label, mesh)):
         full = full.narrow(dim, start, length)
     return full
 
@@ -592,7 +592,8 @@ def spawn(function, n, *args, timeout=120):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    # A forked child has torch imported already, which takes seconds; other systems can't fork safely
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     processes = [context.Process(target=_spawned, args=(function, rank, n, port, timeout, args))
                  for rank in range(n)]
     for process in processes:

@@ -102,10 +102,11 @@ class MixedPrecision:
     """Compute copies of the parameters in 16 bits, masters and step gradients in float32.
 
     masters: name -> the tensor that the optimizer updates; its .grad is the step's sum. Under
-    float32 and float64 it is the parameter itself. Buffers keep their own types.
+    float32 and float64 it is the parameter itself. Buffers keep their own types. With
+    accumulate=False another adds up the gradients (ddp.Replicas, into its buckets).
     """
 
-    def __init__(self, model, dtype):
+    def __init__(self, model, dtype, accumulate=True):
         self.dtype = dtype
         self.masters, self.copies = {}, {}
         for name, parameter in model.named_parameters():  # a tied weight comes once
@@ -114,7 +115,8 @@ class MixedPrecision:
                 master = parameter.detach().float().clone().requires_grad_()
                 parameter.data = parameter.data.to(dtype)
                 self.copies[parameter] = master
-                parameter.register_post_accumulate_grad_hook(self.accumulate)
+                if accumulate:
+                    parameter.register_post_accumulate_grad_hook(self.accumulate)
             self.masters[name] = master
 
     def named_masters(self):
