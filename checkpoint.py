@@ -8,6 +8,8 @@ A tensor is known by its global name, `model.blocks.0.attn.wo.weight` or
 `optim.exp_avg.blocks.0.attn.wo.weight`, and saved as the float32 (or float64) master value: neither
 the layout nor the compute type shows in the file.
 
+Every rank writes and reads its own part (Piece), so that any layout can go on from any other.
+
 A save is whole or not there. It is written as step-40.partial, flushed to disk, and renamed: the
 one step that the file system does at once. What a killed save leaves is not taken for a checkpoint
 and is removed by the next save.
@@ -33,46 +35,117 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
+                                                   TensorProperties, TensorStorageMetadata)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 STEP = re.compile(r"step-(\d+)")
 
 
 # ---- saving and finding ----
 
-def save(out_dir, step, tensors, run, keep=0):
-    """Write out_dir/checkpoints/step-`step` and keep the `keep` newest (0: all).
+class Piece:
+    """A rank's part of a tensor: `local` stands in the full tensor of `shape` from `start` on.
 
-    tensors: global name -> tensor; run: what run.json is to hold. Returns the folder's path.
-    Raises OSError when it can't be written; older checkpoints stand.
+    torch.distributed.checkpoint asks a tensor three things through these methods: what to write,
+    which parts to read, and where a part is. An empty part is neither written nor read, the same
+    part on several ranks is written by one of them.
+    """
+
+    def __init__(self, local, shape, start):
+        self.local, self.shape, self.start = local.detach(), torch.Size(shape), torch.Size(start)
+
+    def size(self):
+        return self.shape
+
+    def __create_chunk_list__(self):
+        chunk = ChunkStorageMetadata(self.start, self.local.shape)
+        return [chunk] if self.local.numel() else []
+
+    def __create_write_items__(self, name, _):
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=(
+            TensorWriteData(chunk, properties, self.shape)))
+            for chunk in self.__create_chunk_list__()]
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    def lookup_object(self, index):
+        return local_tensor(self.state_dict[index.fqn])
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    def lookup_tensor(self, index):
+        return local_tensor(self.state_dict[index.fqn])
+
+
+def local_tensor(item):
+    return item.local if isinstance(item, Piece) else item.detach()
+
+
+def on_several_ranks():
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def on_first_rank(function):
+    """function() on rank 0 alone; its result, or its OSError, on every rank."""
+    if not on_several_ranks():
+        return function()
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except OSError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def save(out_dir, step, tensors, run, keep=0):
+    """Write out_dir/checkpoints/step-`step` and keep the `keep` newest (0: all). Called by every
+    rank, with its own pieces.
+
+    tensors: global name -> tensor or Piece; run: what run.json is to hold. Returns the folder.
+    Raises OSError on every rank when it can't be written; older checkpoints stand.
     """
     folder = Path(out_dir, "checkpoints")
-    folder.mkdir(parents=True, exist_ok=True)
-    for remains in folder.glob("step-*.partial"):
-        shutil.rmtree(remains)
     partial, whole = folder / f"step-{step}.partial", folder / f"step-{step}"
-    in_one_process(dcp.save, tensors, partial)
-    (partial / "run.json").write_text(json.dumps(run, indent=1))
-    for path in [*partial.iterdir(), partial]:
-        flush(path)
-    if whole.exists():
-        shutil.rmtree(whole)
-    os.rename(partial, whole)
-    flush(folder)
-    for old in steps_in(folder)[keep:] if keep else []:
-        shutil.rmtree(old)
+
+    def begin():
+        folder.mkdir(parents=True, exist_ok=True)
+        for remains in folder.glob("step-*.partial"):
+            shutil.rmtree(remains)
+
+    def finish():
+        (partial / "run.json").write_text(json.dumps(run, indent=1))
+        for path in [*partial.iterdir(), partial]:
+            flush(path)
+        if whole.exists():
+            shutil.rmtree(whole)
+        os.rename(partial, whole)
+        flush(folder)
+        for old in steps_in(folder)[keep:] if keep else []:
+            shutil.rmtree(old)
+
+    on_first_rank(begin)
+    with_planner(dcp.save, tensors, partial, SavePlanner())
+    on_first_rank(finish)
     return whole
 
 
-def in_one_process(operation, tensors, path):
-    """dcp.save or dcp.load without a process group. Its own kind of exception is turned into the
-    OSError that caused it, so that a full disk reads as a full disk."""
+def with_planner(operation, tensors, path, planner):
+    """dcp.save or dcp.load. Its own kind of exception is turned into the OSError that caused it, so
+    that a full disk reads as a full disk."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that there is no group: that is what we ask for
         try:
-            operation({k: t.detach() for k, t in tensors.items()}, checkpoint_id=path, no_dist=True)
+            operation(dict(tensors), checkpoint_id=path, planner=planner,
+                      no_dist=not on_several_ranks())
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise OSError(f"{path}: {cause}") from error
@@ -129,8 +202,8 @@ def resolve(path):
     `checkpoints`. Raises ValueError when there is none that is whole."""
     path = Path(path)
     if STEP.fullmatch(path.name) and path.is_dir():
-        if damage(path):
-            raise ValueError(f"the checkpoint is damaged: {damage(path)}")
+        if wrong := damage(path):
+            raise ValueError(f"the checkpoint is damaged: {wrong}")
         return path
     found = newest(path.parent if path.name == "checkpoints" else path)
     if found is None:
@@ -159,30 +232,22 @@ def read_tensor_table(path):
             if isinstance(t, TensorStorageMetadata)}
 
 
-def load(path, tensors):
-    """Fill `tensors` (global name -> tensor) in place. All must be there with these shapes.
+def load(path, tensors, prefix=""):
+    """Fill `tensors` (global name -> tensor or Piece) in place: all that the checkpoint holds under
+    `prefix`, with these shapes. Called by every rank, with its own pieces.
 
-    Raises ValueError naming the first few that are missing, unexpected or of another shape.
+    Raises ValueError when it is damaged, or naming the first few tensors that are missing,
+    unexpected or of another shape.
     """
-    compare(path, tensors, read_tensor_table(path))
-    in_one_process(dcp.load, tensors, path)
+    check_fit(path, tensors, prefix)
+    with_planner(dcp.load, tensors, path, LoadPlanner())
 
 
-def load_model(path, model):
-    """Fill a model's parameters and expert biases from a checkpoint, leaving its optimizer's state
-    alone. Raises ValueError as load() does."""
-    held = {k: v for k, v in read_tensor_table(path).items() if k.startswith("model.")}
-    wanted = {f"model.{name}": t.detach() for name, t in model.named_parameters()}
-    wanted.update((f"model.{name}", b) for name, b in model.named_buffers()
-                  if name.endswith("expert_bias"))
-    compare(path, wanted, held)
-    in_one_process(dcp.load, wanted, path)
-
-
-def compare(path, wanted, held):
+def check_fit(path, wanted, prefix=""):
     """Raises ValueError unless the checkpoint is whole and holds just what is wanted."""
-    if damage(path):
-        raise ValueError(f"the checkpoint is damaged: {damage(path)}")
+    if wrong := damage(path):
+        raise ValueError(f"the checkpoint is damaged: {wrong}")
+    held = {k: v for k, v in read_tensor_table(path).items() if k.startswith(prefix)}
     faults = [f"{name} is missing" for name in wanted if name not in held]
     faults += [f"{name} is not part of this model or optimizer" for name in held
                if name not in wanted]
@@ -192,6 +257,11 @@ def compare(path, wanted, held):
     if faults:
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ValueError(f"{path} does not fit: {'; '.join(faults[:3])}{more}")
+
+
+def load_model(path, model):
+    """Fill a model from a checkpoint, leaving its optimizer's state alone. Raises as load() does."""
+    load(path, {f"model.{name}": t for name, t in model.state_dict().items()}, "model.")
 
 
 def optimizer_tensors(optimizer, masters):
@@ -223,7 +293,7 @@ def check_resume(saved, wanted, keys, name="--{}"):
 
 # ---- transformers' format ----
 #
-# Ours on the left, transformers' on the right; {} is the block, [] the expert of a stacked weight.
+# Ours on the left, transformers' on the right.
 
 NAMES = {
     "embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
@@ -458,8 +528,8 @@ def export_hf(source, out_dir, shard_bytes=5 * 10 ** 9):
     config = ModelConfig(**read_run(path)["config"])
     hf, table = config_to_hf(config), read_tensor_table(path)
     tensors = {name: torch.empty(shape) for name, shape in model_tensors(config).items()}
-    in_one_process(dcp.load, {f"model.{name}": t for name, t in tensors.items()
-                              if f"model.{name}" in table}, path)
+    with_planner(dcp.load, {f"model.{name}": t for name, t in tensors.items()
+                            if f"model.{name}" in table}, path, LoadPlanner())
     shards, size = [{}], 0
     for name, tensor in tensors.items():
         if name.endswith("expert_bias") and hf["model_type"] == "deepseek_v2":

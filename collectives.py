@@ -191,6 +191,16 @@ def local_part(full, label, mesh):
     return full
 
 
+def counts_here(label, mesh):
+    """Whether this rank is the first of those that hold its part: sums over parts count it here."""
+    cut_by = {cut.axis: cut.parts for cut in label.cuts}
+    cut_axes = {axis for name in cut_by for axis in TOGETHER.get(name, (name,))}
+    view = mesh.expert_sizes if cut_axes & set(EXPERT_AXES[2:]) else mesh.sizes
+    if any(mesh[axis].rank for axis in view if axis not in cut_axes):
+        return False
+    return all(mesh[axis].rank * parts % mesh[axis].size == 0 for axis, parts in cut_by.items())
+
+
 def on_grad_ready(parameter, function):
     """Have function(parameter) called when `parameter` has received its last contribution of a
     microbatch's backward pass: its .grad is then complete on this rank."""

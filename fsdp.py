@@ -553,4 +553,5 @@ if __name__ == "__main__":
     flags.add_argument("--bench", action="store_true", help="timings instead of checks")
     if flags.parse_args().bench:
         sys.exit(max(spawn(bench, n, 9) for n in (2, 4)))
+    import torch._dynamo  # AdamW wants it: imported once here, not by every forked rank
     sys.exit(spawn(show, 3))

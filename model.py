@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint as repeat_forward
 
 import rope
 from mla import MLA, attend, cache_mask, document_mask, write_cache
-from moe import Experts, MoE, Router, SwiGLU, reset_counts
+from moe import Experts, MoE, Router, SwiGLU
 
 IGNORED = -100  # the label of a position that has no target
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -437,24 +437,37 @@ def full_value(seed, name, shape, std, expert=None):
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
+def starting_part(seed, name, shape, std, region=None):
+    """The part of a parameter's starting value that lies in `region`, (start, length) per dimension
+    (None: all of it). Beside it one full tensor exists at a time, of stacked experts one expert."""
+    region = region or [(0, size) for size in shape]
+
+    def cut(full, region):
+        return full[tuple(slice(start, start + length) for start, length in region)]
+    if ".experts." not in name:
+        return cut(full_value(seed, name, shape, std), region)
+    first, count = region[0]
+    part = torch.empty([length for _, length in region])
+    for expert in range(first, first + count):
+        part[expert - first] = cut(full_value(seed, name, shape[1:], std, expert), region[1:])
+    return part
+
+
 @torch.no_grad()
 def initialise(model, seed, device="cpu", dtype=torch.float32):
-    """Give a model built on the meta device memory on `device` and starting values.
-
-    Beside the model one full tensor (for stacked experts, one expert) exists at a time.
-    """
+    """Give a model built on the meta device memory on `device` and starting values."""
     model.to(dtype).to_empty(device=device)
     for name, parameter in model.named_parameters():
-        std = model.config.init_std
-        if ".experts." in name:
-            for expert, slot in enumerate(parameter):
-                slot.copy_(full_value(seed, name, slot.shape, std, expert))
-        else:
-            parameter.copy_(full_value(seed, name, parameter.shape, std))
-    for buffer in model.buffers():
-        buffer.zero_()
-    reset_counts(model)
+        parameter.copy_(starting_part(seed, name, parameter.shape, model.config.init_std))
+    zero_buffers(model, device)
     return model
+
+
+def zero_buffers(model, device):
+    """Counts, biases and balance losses as they are before the first step, on `device`."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
 
 
 # ---- recompute: store less in forward, repeat it in backward ----

@@ -2092,7 +2092,7 @@ def test_a_step_does_not_depend_on_its_microbatches(train_text, micro, more):
     batch = run.batches.get(0)
     # Uneven numbers of targets, and a sequence with none at all.
     batch.labels[0] = batch.labels[1, :20] = data.IGNORED
-    run.batches.get = lambda step: batch
+    run.batches.get = lambda *rows: batch
     loss, grads = _train_reference(run, batch)
     train.reset_counts(run.model)
     norm = torch.cat([g.flatten() for g in grads]).norm().item()
@@ -2224,7 +2224,7 @@ def test_init_from_takes_weights_alone_and_eval_only_changes_nothing(train_text,
     run = _train_run(train_text, "--init-from", out, "--seed", "9")
     assert run.step == 0 and not run.optimizer.state
     saved = _train_saved(out)
-    for name, master in run.precision.named_masters():
+    for name, master in run.owner.named_masters():
         assert torch.equal(master, saved[f"model.{name}"]), name
     assert train.main(_train_flags(train_text, "--init-from", out, "--override", "dim=32")) == 2
     assert "shape [512, 64] and the model wants [512, 32]" in capsys.readouterr().err
@@ -2256,7 +2256,7 @@ def test_16_bit_training_follows_float32(train_text, dtype):
     for name in ("fp32", dtype):
         run = _train_run(train_text, "--dtype", name, "--steps", "30", "--model", "tiny-dense")
         losses[name] = [train.train_step(run)["loss"] for _ in range(30)]
-        assert all(m.dtype == torch.float32 for _, m in run.precision.named_masters())
+        assert all(m.dtype == torch.float32 for _, m in run.owner.named_masters())
     assert losses["fp32"][-1] < losses["fp32"][0] - 1
     for a, b in zip(losses["fp32"], losses[dtype]):
         assert b == pytest.approx(a, abs=0.05)

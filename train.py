@@ -6,9 +6,11 @@
     python train.py --help                           every flag with its default
 
 One optimizer step is train_step(): get the batch, forward, backward, clip, step. Everything in it
-is a sum: the microbatches' token losses are added up, and backward is seeded with 1 / (the step's
-valid tokens), known before the first forward, so that accumulation, ragged microbatches and masked
-labels need no care.
+is a sum: the token losses of all ranks and microbatches are added up, and backward is seeded with
+1 / (the step's valid tokens), known before the first forward, so that accumulation, ragged
+microbatches, masked labels and data parallelism need no care.
+
+    torchrun --nproc-per-node 4 train.py --fsdp 2    4 ranks: 2 replicas, each sharded over 2 ranks
 
 Files in --out: metrics.jsonl (one object a step) and checkpoints/step-N/ (checkpoint.py).
 Exit codes: 0 done, 1 failed while training, 2 wrong flags or input.
@@ -21,26 +23,35 @@ import codecs
 import contextlib
 import ctypes
 import dataclasses
+import datetime
 import importlib.util
 import json
 import math
 import os
 import resource
 import signal
+import socket
 import statistics
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import checkpoint
 import data
 import optim
+from collectives import (CollectiveError, Mesh, all_reduce, counts_here, label_of, ledger,
+                         local_part, local_region, mesh_sizes)
+from ddp import Replicas
+from fsdp import Sharded
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
-                   count_parameters, flops_per_token, generate, initialise, make_config,
-                   override_config, sample)
-from moe import MoE, max_violation, reset_counts, update_expert_bias
+                   count_parameters, flops_per_token, full_value, generate, initialise, make_config,
+                   override_config, sample, starting_part, zero_buffers)
+from moe import max_violation, moe_layers, reset_counts, update_expert_bias
 
 # Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
 # contains counts.
@@ -51,14 +62,11 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
-    "dp": (1, "ddp.py"), "fsdp": (1, "fsdp.py"), "zero": (0, "fsdp.py"),
     "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
     "tp": (1, "tensor_parallel.py"), "pp": (1, "pipeline.py"),
-    "pp_schedule": ("1f1b", "pipeline.py"),
-    "virtual_stages": (1, "pipeline.py"), "ep": (1, "expert_parallel.py"),
-    "etp": (1, "expert_parallel.py"), "check_parity": (False, "ddp.py"),
-    "collective_timeout": (600.0, "collectives.py"), "stop_timeout": (10.0, "collectives.py"),
-    "async_save": (False, "collectives.py"),
+    "pp_schedule": ("1f1b", "pipeline.py"), "virtual_stages": (1, "pipeline.py"),
+    "ep": (1, "expert_parallel.py"), "etp": (1, "expert_parallel.py"),
+    "async_save": (False, "a process group of its own"),
 }
 
 # A resumed run must agree with its beginning on these, on the model and on the text; anything else
@@ -102,9 +110,10 @@ FLAGS = {
                                      "one")),
         ("--isolate-documents", switch("attention stays within a document"))],
     "layout": [
-        ("--dp", value(int, 1, "data-parallel replicas")),
+        ("--dp", value(int, None, "data-parallel replicas; none = the ranks left over")),
         ("--fsdp", value(int, 1, "ranks that share parameters, gradients, optimizer state")),
-        ("--zero", dict(type=int, default=0, help="what fsdp shards", choices=[0, 1, 2, 3])),
+        ("--zero", dict(type=int, help="what fsdp shards: 1 optimizer state, 2 gradients too, 3 "
+                        "parameters too; none = 3, or 0 with --fsdp 1", choices=[0, 1, 2, 3])),
         ("--cp", value(int, 1, "ranks that share a sequence")),
         ("--cp-method", choice("ring", ["ring", "allgather", "ulysses"], "how they attend")),
         ("--tp", value(int, 1, "ranks that share each layer")),
@@ -169,16 +178,16 @@ def check_flags(args):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {getattr(args, name)} needs {missing}, which is still to "
                              f"come; leave {flag} out")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        raise ValueError(f"{world_size} ranks were started, and training on several needs ddp.py, "
-                         "which is still to come; run `python train.py` without torchrun")
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
-                        ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0)):
+                        ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
+                        ("fsdp", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
         number = getattr(args, name)
         if not number >= least or number == math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least}")
+    if args.check_parity:
+        args.dtype, args.out, args.resume = "fp64", None, False  # it trains nothing to keep
+    check_layout(args)
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
     if not 0 <= args.min_lr <= args.lr:
         raise ValueError(f"--min-lr {args.min_lr} must lie between 0 and --lr {args.lr}")
@@ -203,6 +212,22 @@ def check_flags(args):
         check_compiler()
 
 
+def check_layout(args):
+    """Fill in --dp and --zero. Raises ValueError when the ranks that were started are not those of
+    the layout, or the batch can't be divided among them."""
+    if args.dp is not None and args.dp < 1:
+        raise ValueError(f"--dp {args.dp} must be at least 1")
+    sizes, _ = mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), dp=args.dp, fsdp=args.fsdp)
+    args.dp = sizes["dp"]
+    args.zero = (3 if args.fsdp > 1 else 0) if args.zero is None else args.zero
+    readers = args.dp * args.fsdp
+    if args.batch_size % readers:
+        raise ValueError(f"--batch-size {args.batch_size} can't be divided among dp {args.dp} x "
+                         f"fsdp {args.fsdp} = {readers} ranks; use "
+                         f"{max(args.batch_size // readers, 1) * readers} or "
+                         f"{(args.batch_size // readers + 1) * readers}")
+
+
 def check_writable(out):
     """Raises ValueError when the folder can't be made or written, without making it."""
     folder = Path(out).absolute()
@@ -224,33 +249,42 @@ def check_compiler():
 
 
 @dataclasses.dataclass
-class Run:
-    """What a run holds; set_up() makes it, train_step() advances it."""
+class Plan:
+    """What a run will be, known before any process group forms and before any file is written."""
     args: argparse.Namespace
+    config: ModelConfig
+    resumed: Path | None  # the checkpoint that --resume goes on from
+    source: Path | None   # the checkpoint that gives the weights: that one, or --init-from's
     device: torch.device
-    model: Transformer
-    precision: optim.MixedPrecision
-    optimizer: torch.optim.Optimizer
-    scaler: optim.LossScaler
-    batches: data.Batches
-    validation: data.Batches
     tokenizer: object
     train_stream: object
     validation_stream: object
+    batches: data.Batches
+    validation: data.Batches
+
+
+@dataclasses.dataclass
+class Run(Plan):
+    """What a run holds; set_up() makes it, train_step() advances it."""
+    mesh: Mesh
+    model: Transformer
+    owner: object    # of master weights: optim.MixedPrecision or fsdp.Sharded
+    reducer: object  # of gradients over ranks: ddp.Replicas, fsdp.Sharded, or None on one rank
+    optimizer: torch.optim.Optimizer
+    scaler: optim.LossScaler
     peak_flops: float | None
     step: int = 0     # batches read; the place in the order of the data
     updates: int = 0  # optimizer updates; a step that the loss scaler skips moves no schedule
     tokens: int = 0   # tokens with a target seen so far
+    stopping: bool = False  # some rank was asked to stop, and all know it
 
 
-def set_up(args, report=print):
-    """Everything before the first step, in the order model, data, weights, optimizer.
-
-    Raises ValueError or OSError for flags and input that can't work; nothing is written before.
-    """
+def prepare(args, report=print):
+    """Check flags and input. Raises ValueError or OSError for what can't work."""
     check_flags(args)
     resumed = find_resumed(args)
-    config = choose_config(args, resumed)
+    source = resumed or (args.init_from and checkpoint.resolve(args.init_from)) or None
+    config = choose_config(args, resumed, source)
     if args.seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
@@ -258,37 +292,61 @@ def set_up(args, report=print):
     refuse_too_large(args.model or "the model", config, device, training_bytes(args))
     tokenizer = data.load_tokenizer(args.tokenizer)
     data.check_vocabulary(tokenizer, config.vocab_size)
-    train_stream, validation_stream = data.open_corpus(args.data, tokenizer, args.errors,
-                                                       progress=report)
-    batches = data.Batches(train_stream, args.seq_len, args.batch_size, args.seed,
-                           args.mask_boundaries, args.isolate_documents)
-    validation = data.Batches(validation_stream, args.seq_len, args.batch_size, args.seed,
-                              args.mask_boundaries, args.isolate_documents)
+    streams = data.open_corpus(args.data, tokenizer, args.errors, progress=report)
+    batches = [data.Batches(stream, args.seq_len, args.batch_size, args.seed, args.mask_boundaries,
+                            args.isolate_documents) for stream in streams]
+    if source:
+        with torch.device("meta"):
+            held = Transformer(config).state_dict()
+        checkpoint.check_fit(source, {f"model.{k}": t for k, t in held.items()}, "model.")
+    if resumed:
+        check_same_data(args, resumed, streams[0])
+    return Plan(args, config, resumed, source, device, tokenizer, *streams, *batches)
+
+
+def set_up(args, report=print):
+    """A run in this one process, ready for its first step. Raises as prepare() does."""
+    return build(prepare(args, report), Mesh(), report)
+
+
+def build(plan, mesh, report=print):
+    """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
+    on the meta device, recompute, memory and values, data parallelism, optimizer."""
+    args, dtype = plan.args, DTYPES[plan.args.dtype]
     with torch.device("meta"):
-        model = Transformer(config)
-    dtype = DTYPES[args.dtype]
-    initialise(model, args.seed, device, torch.promote_types(dtype, torch.float32))
+        model = Transformer(plan.config)
     if args.compile:
         compile_regions(model)
     apply_recompute(model, args.recompute)
-    if args.init_from:
-        checkpoint.load_model(checkpoint.resolve(args.init_from), model)
-    precision = optim.MixedPrecision(model, dtype)
-    masters = dict(precision.named_masters())
+    if args.zero:
+        zero_buffers(model, plan.device)
+        owner = reducer = Sharded(model, mesh, args.zero, dtype, plan.device)
+        for name, master in owner.named_masters():
+            label = label_of(master)
+            master.data.copy_(starting_part(args.seed, name, label.shape, plan.config.init_std,
+                                            local_region(label, mesh)))
+    else:
+        initialise(model, args.seed, plan.device, torch.promote_types(dtype, torch.float32))
+        alone = mesh["data"].size == 1
+        owner = optim.MixedPrecision(model, dtype, accumulate=alone)
+        reducer = None if alone else Replicas(
+            model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()})
     optimizer = optim.make_optimizer(
-        args.optimizer, optim.parameter_groups(masters.items(), args.weight_decay), args.lr)
-    run = Run(args, device, model, precision, optimizer, optim.LossScaler(dtype), batches,
-              validation, tokenizer, train_stream, validation_stream,
-              measure_peak(device, args.dtype))
-    if resumed:
-        load(run, resumed, report)
+        args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
+    run = Run(**vars(plan), mesh=mesh, model=model, owner=owner, reducer=reducer,
+              optimizer=optimizer, scaler=optim.LossScaler(dtype),
+              peak_flops=measure_peak(plan.device, args.dtype))
+    if plan.resumed:
+        load(run, plan.resumed, report)
+    elif plan.source:
+        checkpoint.load(plan.source, model_pieces(run), "model.")
+        owner.refresh()
     return run
 
 
-def choose_config(args, resumed):
+def choose_config(args, resumed, source):
     """The model's configuration: --model's, or that of the checkpoint that a run begins with, with
     --override applied. Raises ValueError when a resumed run's would be another."""
-    source = resumed or (args.init_from and checkpoint.resolve(args.init_from))
     if not source:
         return make_config(args.model or "tiny", args.override)
     saved = ModelConfig(**checkpoint.read_run(source)["config"])
@@ -304,7 +362,9 @@ def pick_device(name):
     """The torch.device of --device. Raises ValueError for a GPU that is not there."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def available_memory(device):
@@ -319,23 +379,28 @@ def available_memory(device):
 
 
 def training_bytes(args):
-    """Bytes per parameter: itself and, when training, gradient, master weight, optimizer state."""
-    wide = 8 if args.dtype == "fp64" else 4
-    compute = DTYPES[args.dtype].itemsize if DTYPES[args.dtype].itemsize < wide else 0
-    if args.eval_only:
-        return compute + wide
-    return compute + wide + wide + (2 * wide if args.optimizer == "adamw" else 0)
+    """Bytes per parameter on this rank: itself and, when training, gradient, master weight,
+    optimizer state (the table of fsdp.py)."""
+    wide, compute = (8, 8) if args.dtype == "fp64" else (4, DTYPES[args.dtype].itemsize)
+    moments = 2 * wide if args.optimizer == "adamw" else 0
+    if args.zero:
+        whole = (compute if args.zero < 3 else 0) + (wide if args.zero == 1 else 0)
+        return whole + ((0 if args.zero == 1 else wide) + wide + moments) / args.fsdp
+    copies = compute if compute < wide else 0
+    return copies + wide + (0 if args.eval_only else wide + moments)
 
 
 def refuse_too_large(name, config, device, bytes_each):
     """Raises ValueError when the parameters, at bytes_each, do not fit the device's free memory."""
     number = sum(total for total, _ in count_parameters(config).values())
     free = available_memory(device)
+    if device.type == "cpu":  # which the ranks of a machine share
+        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if number * bytes_each > free:
-        raise ValueError(f"{name}: {number:,} parameters at {bytes_each} bytes each take "
+        raise ValueError(f"{name}: {number:,} parameters at {bytes_each:g} bytes each take "
                          f"{number * bytes_each / 1e9:,.1f} GB, and {device} has "
-                         f"{free / 1e9:,.1f} GB free; use a smaller model or dtype, or a machine "
-                         "with more memory")
+                         f"{free / 1e9:,.1f} GB free for this rank; use a smaller model or dtype, "
+                         "more ranks with --fsdp, or a machine with more memory")
 
 
 def find_resumed(args):
@@ -391,34 +456,38 @@ def keep_freed_memory():
 
 # ---- the loop ----
 
-def train_step(run):
+def train_step(run, asked=()):
     """One optimizer step on the global batch of run.step. Returns its metrics as a dict.
 
-    Raises FloatingPointError when the loss, or without loss scaling a gradient, is not finite.
+    asked: signals that this process has had; when any rank had one, run.stopping becomes True on
+    all. Raises FloatingPointError when the loss, or without loss scaling a gradient, is not finite.
     """
     args, model, scale = run.args, run.model, run.scaler.scale
     start = time.perf_counter()
-    batch = run.batches.get(run.step)
-    valid = int((batch.labels != data.IGNORED).sum())
+    ledger.clear()
+    readers = run.mesh["batch"]
+    count = args.batch_size // readers.size
+    batch = run.batches.get(run.step, readers.rank * count, count)  # this rank's rows
+    valid = torch.tensor(float((batch.labels != data.IGNORED).sum()), device=run.device)
+    valid = int(all_reduce(valid.double(), run.mesh["world"]))
     seed, balance_seed = scale / max(valid, 1), scale / args.batch_size
     loss = 0.0
-    for first in range(0, args.batch_size, args.micro_batch_size):
+    for first in range(0, count, args.micro_batch_size):
+        last = first + args.micro_batch_size >= count
         rows = slice(first, first + args.micro_batch_size)
-        loss += forward_backward(run, batch, rows, seed, balance_seed)
-    loss /= max(valid, 1)
+        loss += forward_backward(run, batch, rows, seed, balance_seed, last)
+    loss, norm, balance_loss = sum_over_ranks(run, loss, asked)
+    loss, norm = loss / max(valid, 1), norm / scale
     stop_if_not_finite(run, "loss", loss)
-
-    masters = [master for _, master in run.precision.named_masters()]
-    norm = float(optim.gradient_norm(masters)) / scale
     overflow = not math.isfinite(norm)
-    if overflow and not run.scaler.active:
+    if not run.scaler.active:
         stop_if_not_finite(run, "gradient norm", norm)
+
     violation = max_violation(model)
-    balance_loss = sum(float(m.balance_loss) for m in model.modules() if isinstance(m, MoE))
     lr = optim.learning_rate(run.updates, args.steps, args.lr, args.min_lr, args.warmup,
                              args.lr_schedule)
     if not overflow:
-        update(run, masters, lr, norm, scale)
+        update(run, [master for _, master in run.owner.named_masters()], lr, norm, scale)
     run.optimizer.zero_grad(set_to_none=True)
     reset_counts(model)
     run.scaler.update(overflow)
@@ -429,16 +498,46 @@ def train_step(run):
                    overflow)
 
 
-def forward_backward(run, batch, rows, seed, balance_seed):
-    """One microbatch, rows of the batch. Returns its summed token loss."""
-    tokens, labels = (t[rows].to(run.device, non_blocking=True) for t in batch[:2])
-    document_ids = batch.document_ids
-    if document_ids is not None:
-        document_ids = document_ids[rows].to(run.device, non_blocking=True)
-    hidden = run.model(tokens, document_ids=document_ids, balance_seed=balance_seed)
-    loss = run.model.head_loss(hidden, labels, seed)
+def forward_backward(run, batch, rows, seed, balance_seed, last):
+    """One microbatch, rows of the batch; the step's `last` one leaves all gradients summed over
+    the ranks. Returns this rank's summed token loss."""
+    if run.reducer:
+        run.reducer.begin(last)
+    loss = token_loss(run, batch, rows, seed, balance_seed)
     loss.backward(torch.full_like(loss, seed))
+    if run.reducer:
+        run.reducer.end()
     return loss.item()
+
+
+def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0):
+    """Token loss summed over some rows of a batch, which come to the device for it."""
+    tokens, labels, document_ids = (None if t is None else t[rows].to(run.device, non_blocking=True)
+                                    for t in batch)
+    hidden = run.model(tokens, document_ids=document_ids, balance_seed=balance_seed)
+    return run.model.head_loss(hidden, labels, seed)
+
+
+def sum_over_ranks(run, loss, asked):
+    """The step's sums: token loss, gradient norm (scaled as the gradients are), balance loss; the
+    layers' token counts in place. One message: all of it is a few numbers in float64.
+
+    A part that several ranks hold is counted on the first of them.
+    """
+    held = [master for _, master in run.owner.named_masters()
+            if counts_here(label_of(master), run.mesh)]
+    norm = float(optim.gradient_norm(held))
+    layers = moe_layers(run.model)
+    balance = sum(float(layer.balance_loss) for layer in layers)
+    sums = torch.tensor([loss, norm * norm, balance, float(bool(asked))], dtype=torch.float64,
+                        device=run.device)
+    sums = torch.cat([sums, *(layer.tokens_per_expert.double() for layer in layers)])
+    sums = all_reduce(sums, run.mesh["world"])
+    for layer, counts in zip(layers, sums[4:].split([len(x.tokens_per_expert) for x in layers])):
+        layer.tokens_per_expert.copy_(counts)
+    loss, square, balance, stopping = sums[:4].tolist()
+    run.stopping = stopping > 0
+    return loss, math.sqrt(square) if square >= 0 else math.nan, balance
 
 
 def update(run, masters, lr, norm, scale):
@@ -451,7 +550,7 @@ def update(run, masters, lr, norm, scale):
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()
-    run.precision.refresh()
+    run.owner.refresh()
     update_expert_bias(run.model, run.model.config.bias_update_speed)
     run.updates += 1
 
@@ -467,16 +566,22 @@ def stop_if_not_finite(run, what, number):
 
 @torch.no_grad()
 def evaluate(run):
-    """Mean token loss over the first EVAL_SEQUENCES of the validation split, in order."""
-    total, count = 0.0, 0
+    """Mean token loss over the first EVAL_SEQUENCES of the validation split, in order, divided
+    among the ranks."""
+    readers, sums = run.mesh["batch"], torch.zeros(2, dtype=torch.float64, device=run.device)
     for batch in run.validation.in_order(EVAL_SEQUENCES):
-        for first in range(0, len(batch.tokens), run.args.micro_batch_size):
-            rows = slice(first, first + run.args.micro_batch_size)
-            ids = None if batch.document_ids is None else batch.document_ids[rows].to(run.device)
-            hidden = run.model(batch.tokens[rows].to(run.device), document_ids=ids)
-            labels = batch.labels[rows].to(run.device)
-            total += run.model.head_loss(hidden, labels).item()
-            count += int((labels != data.IGNORED).sum())
+        share = -(-len(batch.tokens) // readers.size)
+        stop = min((readers.rank + 1) * share, len(batch.tokens))
+        for first in range(readers.rank * share, (readers.rank + 1) * share,
+                           run.args.micro_batch_size):
+            rows = slice(first, min(first + run.args.micro_batch_size, stop))
+            if first >= stop:  # nothing left here, but other ranks need this one to gather with
+                rows = slice(0, 1)
+            loss = token_loss(run, batch, rows)
+            if first < stop:
+                sums += torch.stack([loss.double(), (batch.labels[rows] != data.IGNORED).sum().to(
+                    run.device)])
+    total, count = all_reduce(sums, run.mesh["world"]).tolist()
     return total / count
 
 
@@ -487,8 +592,9 @@ def metrics(run, loss, norm, lr, seconds, violation, balance_loss, skipped):
     flops = flops_per_token(config, args.seq_len)
     found = {"step": run.step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": run.tokens,
              "tokens_per_second": rate,
-             "mfu": rate * flops / run.peak_flops if run.peak_flops else None,
-             "memory_bytes": memory_bytes(run.device), "comm_bytes": {}}
+             "mfu": (rate * flops / (run.peak_flops * run.mesh.world_size)
+                     if run.peak_flops else None),
+             "memory_bytes": memory_bytes(run.device), "comm_bytes": ledger.by_axis()}
     if config.num_experts:
         found.update(max_vio=violation, balance_loss=balance_loss)
     if run.scaler.active:
@@ -524,13 +630,28 @@ def progress_line(found, args, run):
 
 # ---- files ----
 
+def piece(tensor, master, mesh):
+    """This rank's part of what belongs to a parameter: itself, or its optimizer state."""
+    label = label_of(master)
+    return checkpoint.Piece(tensor, label.shape, [s for s, _ in local_region(label, mesh)])
+
+
+def model_pieces(run):
+    """`model.<name>` -> master weights, and the buffers that are part of the model's state."""
+    pieces = {f"model.{name}": t for name, t in run.model.state_dict().items()}
+    pieces.update((f"model.{name}", piece(master, master, run.mesh))
+                  for name, master in run.owner.named_masters())
+    return pieces
+
+
 def saved_tensors(run):
-    """Global name -> tensor: master weights, the experts' biases, the optimizer's state."""
-    masters = dict(run.precision.named_masters())
-    tensors = {f"model.{name}": master for name, master in masters.items()}
-    tensors.update((f"model.{name}", buffer) for name, buffer in run.model.named_buffers()
-                   if name.endswith("expert_bias"))
-    tensors.update(checkpoint.optimizer_tensors(run.optimizer, masters))
+    """Global name -> what this rank holds of it: the model's, and the optimizer's state."""
+    masters = dict(run.owner.named_masters())
+    tensors = model_pieces(run)
+    for name, tensor in checkpoint.optimizer_tensors(run.optimizer, masters).items():
+        master = masters[name.split(".", 2)[2]]
+        scalar = tensor.dim() == 0
+        tensors[name] = tensor if scalar else piece(tensor, master, run.mesh)
     return tensors
 
 
@@ -545,22 +666,28 @@ def save(run):
     except OSError as error:
         if run.args.strict_save:
             raise
-        print(f"warning: checkpoint of step {run.step} not written ({error}); training goes on. "
-              "--strict-save would stop here", file=sys.stderr)
+        if run.mesh.rank == 0:
+            print(f"warning: checkpoint of step {run.step} not written ({error}); training goes "
+                  "on. --strict-save would stop here", file=sys.stderr)
+
+
+def check_same_data(args, path, stream):
+    """Raises ValueError when a resumed run would read another text than it began with."""
+    state = checkpoint.read_run(path)
+    if state["data"] != stream.fingerprint:
+        raise ValueError(f"--resume: --data was {state['flags']['data']} and is now "
+                         f"{args.data}, and the text is not the same: a resumed run would read "
+                         "other batches. Restore it, or start a new run with --init-from")
 
 
 def load(run, path, report=print):
-    """Bring a run to where a checkpoint left it. Raises ValueError when its data has changed."""
+    """Bring a run to where a checkpoint left it, whatever layout wrote it."""
     state = checkpoint.read_run(path)
-    if state["data"] != run.train_stream.fingerprint:
-        raise ValueError(f"--resume: --data was {state['flags']['data']} and is now "
-                         f"{run.args.data}, and the text is not the same: a resumed run would read "
-                         "other batches. Restore it, or start a new run with --init-from")
     if state["threads"] != torch.get_num_threads():
         report(f"warning: {path.name} was written with {state['threads']} threads and this run has "
                f"{torch.get_num_threads()}; rounding may differ, the run is otherwise the same")
     checkpoint.load(path, saved_tensors(run))
-    run.precision.refresh()
+    run.owner.refresh()
     run.scaler.load_state_dict(state["loss_scaler"])
     run.step, run.updates, run.tokens = state["step"], state["updates"], state["tokens"]
     report(f"resumed from {path} after step {run.step}")
@@ -588,9 +715,10 @@ class Logger:
 
     def __init__(self, run):
         self.run = run
-        self.file = open_metrics(run) if run.args.out else None
+        self.speaks = run.mesh.rank == 0
+        self.file = open_metrics(run) if run.args.out and self.speaks else None
         self.board = None
-        if run.args.tensorboard:
+        if run.args.tensorboard and self.speaks:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(run.args.out, purge_step=run.step + 1)
 
@@ -603,7 +731,8 @@ class Logger:
                 if isinstance(value, (int, float)):
                     self.board.add_scalar(name, value, found["step"])
         step, args = found["step"], self.run.args
-        if step % args.log_every == 0 or step in (1, last_step(args)) or found.get("skipped"):
+        shown = step % args.log_every == 0 or step in (1, last_step(args)) or found.get("skipped")
+        if shown and self.speaks:
             print(progress_line(found, args, self.run), flush=True)
 
     def close(self):
@@ -623,43 +752,71 @@ def train(run):
     """
     args, asked = run.args, []
     logger, saved = Logger(run), run.step
-    with profiler(run) as profile, stop_signals(asked):
-        while run.step < last_step(args) and not asked:
-            logger.step(train_step(run))
+    with profiler(run) as profile, stop_signals(asked, args.stop_timeout):
+        while run.step < last_step(args) and not run.stopping:
+            logger.step(train_step(run, asked))
             if profile:
                 profile.step()
             if args.save_every and run.step % args.save_every == 0:
                 save(run)
                 saved = run.step
             if args.eval_every and run.step % args.eval_every == 0 and run.step < args.steps:
-                print(f"step {run.step}  validation loss {evaluate(run):.4f}", flush=True)
-    logger.close()
-    if args.out and saved != run.step:
-        save(run)
-    if asked:
-        print(f"{asked[0]}: stopped after step {run.step}" + (
+                loss = evaluate(run)
+                if run.mesh.rank == 0:
+                    print(f"step {run.step}  validation loss {loss:.4f}", flush=True)
+        logger.close()
+        if args.out and saved != run.step:
+            save(run)
+    if run.stopping and run.mesh.rank == 0:
+        why = asked[0] if asked else "another rank was told to stop"
+        print(f"{why}: stopped after step {run.step}" + (
             f", saved in {args.out}; --resume goes on from here" if args.out else ""), flush=True)
     return run.step >= args.steps
 
 
 @contextlib.contextmanager
-def stop_signals(asked):
-    """SIGTERM and SIGINT only put their name into the list `asked`, while this lasts."""
+def stop_signals(asked, timeout=math.inf):
+    """SIGTERM and SIGINT only put their name into the list `asked`, while this lasts.
+
+    A rank that waits in a collective for one that is gone would not even notice the signal: Python
+    runs handlers between two of its own instructions. So the system also writes a byte into a
+    socket, which wakes a thread; it ends the process when, from then on, one collective takes
+    longer than `timeout` seconds. Nothing is saved: the last checkpoint stands.
+    """
     def note(number, frame):
         asked.append(signal.Signals(number).name)
+
+    def watch():
+        if not reader.recv(1):
+            return
+        woken = time.monotonic()
+        while not over.wait(0.2):
+            if ledger.waiting and time.monotonic() - max(ledger.waiting[2], woken) > timeout:
+                operation, axis, _ = ledger.waiting
+                print(f"train.py: told to stop, and {operation} over {axis} took longer than "
+                      f"--stop-timeout {timeout:g} s; ending without saving", file=sys.stderr)
+                os._exit(1)
+    over = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    fd_before = signal.set_wakeup_fd(writer.fileno())
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(fd_before)
+        over.set()
+        writer.close()
 
 
 def profiler(run):
-    """--profile: a chrome trace of the third to the fifth step of this process."""
+    """--profile: a chrome trace of the third to the fifth step of every rank."""
     if not run.args.profile:
         return contextlib.nullcontext()
-    path = Path(run.args.out, "trace.json")
+    path = Path(run.args.out, f"trace-{run.mesh.rank}.json" if run.mesh.rank else "trace.json")
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)))
@@ -672,6 +829,10 @@ def describe(run):
     total, active = (sum(n[i] for n in counts) for i in (0, 1))
     print(f"{args.model or 'tiny'}: {total:,} parameters, {active:,} active per token; "
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
+    if run.mesh.world_size > 1:
+        print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
+              f"on meta, recompute, {'shard, values' if args.zero else 'values, replicate'}, "
+              "optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
     if run.peak_flops:
@@ -685,6 +846,8 @@ def describe(run):
 def report_validation(run):
     """The validation loss beside what counting letters and pairs of letters would reach."""
     loss = evaluate(run)
+    if run.mesh.rank:
+        return loss
     unigram, bigram = data.ngram_entropies(
         run.train_stream, run.validation_stream, run.tokenizer.n_vocab,
         limit=EVAL_SEQUENCES * run.args.seq_len)
@@ -755,24 +918,186 @@ def generate_command(args):
     print(decoder.decode(b"", final=True))
 
 
-def main(argv=None):
-    """Set up, train, validate. Returns the exit code."""
-    args = build_parser().parse_args(argv)
-    keep_freed_memory()
+# ---- is this layout the same run? ----
+
+def quiet(*text, **options):
+    pass
+
+
+def parity_steps(plan, mesh, steps=3):
+    """Losses, gradient norms, MaxVio, and this rank's parts of all gradients and weights of some
+    steps, (kind, name) -> tensor or checkpoint.Piece.
+
+    Norms, biases and router are randomised first: as they start, they would hide errors of scale.
+    """
+    run, found = build(plan, mesh, quiet), {}
+    masters = dict(run.owner.named_masters())
+    with torch.no_grad():
+        for i, master in enumerate(masters.values()):
+            label = label_of(master)
+            noise = full_value(plan.args.seed, f"parity.{i}.noise", label.shape, 0.1)
+            master += local_part(noise, label, mesh)
+        for i, layer in enumerate(moe_layers(run.model)):
+            layer.expert_bias += full_value(plan.args.seed, f"parity.{i}.bias",
+                                            layer.expert_bias.shape, 0.1).to(plan.device)
+    run.owner.refresh()
+
+    def keep_gradients(*_):
+        found.update((("gradient", f"{name}, step {run.step + 1}"), piece(
+            master.grad.clone(), master, mesh)) for name, master in masters.items())
+    run.optimizer.register_step_pre_hook(keep_gradients)
+    for _ in range(steps):
+        metrics = train_step(run)
+        for kind in ("loss", "grad_norm", "max_vio", "balance_loss"):
+            if kind in metrics:
+                found[kind, f"step {run.step}"] = torch.tensor([metrics[kind]]).double()
+    found.update((("weight", name), piece(master, master, mesh))
+                 for name, master in masters.items())
+    return found
+
+
+def assemble(found, mesh):
+    """The full tensors of parity_steps() on rank 0, from the ranks' pieces; None elsewhere."""
+    parts = [None] * mesh.world_size if mesh.rank == 0 else None
+    if mesh.world_size > 1:
+        dist.gather_object(found, parts)
+    else:
+        parts = [found]
+    if mesh.rank:
+        return None
+    whole = {}
+    for part in parts:
+        for key, item in part.items():
+            if not isinstance(item, checkpoint.Piece):
+                whole[key] = item
+                continue
+            full = whole.setdefault(key, torch.full(item.shape, math.nan, dtype=torch.float64))
+            full[tuple(slice(s, s + n) for s, n in zip(item.start, item.local.shape))] = item.local
+    return whole
+
+
+def check_parity(plan, mesh, report=print):
+    """Run 3 steps in this layout, then on rank 0 the same in one process; report the largest
+    differences. Returns the exit code, the same on every rank."""
+    ours, code = assemble(parity_steps(plan, mesh), mesh), [0]
+    if mesh.rank == 0:
+        args = argparse.Namespace(**{**vars(plan.args), "dp": 1, "fsdp": 1, "zero": 0})
+        alone = Mesh()
+        reference = assemble(parity_steps(dataclasses.replace(plan, args=args), alone), alone)
+        worst = {}
+        for (kind, name), expected in reference.items():
+            spread = (ours[kind, name] - expected).abs().max() / expected.abs().max().clamp(1e-300)
+            value = math.inf if spread.isnan() else spread.item()
+            worst[kind] = max(worst.get(kind, (-1, "")), (value, name))
+        report(f"3 steps of {mesh.world_size} ranks as {mesh}, zero {plan.args.zero}, beside one "
+               "process, in float64; largest relative differences:")
+        for kind, (value, name) in worst.items():
+            report(f"{value:8.1e}  {kind} ({name})")
+        code = [int(set(ours) != set(reference) or max(worst.values())[0] > 1e-9)]
+        report("FAILED: this layout is not the same run" if code[0] else "PASS")
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(code)
+    return code[0]
+
+
+# ---- beginning and end of a process ----
+
+def join(plan):
+    """Form the process group of the ranks that torchrun started. Returns the store that they all
+    reach, which outlives a failed collective; None for one process."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
+    dist.init_process_group(
+        "nccl" if plan.device.type == "cuda" else "gloo", rank=rank, world_size=world_size,
+        store=dist.PrefixStore("group", store),
+        timeout=datetime.timedelta(seconds=plan.args.collective_timeout))
+    return store
+
+
+def end_failed(store, rank, text):
+    """A failure of this rank's own: say so, once if all ranks fail alike, and end at once. A group
+    that is in the middle of a collective can't be taken down in order."""
+    if store.add("failures", 1) == 1:
+        print(text, file=sys.stderr, flush=True)
+    store.set(f"ended/{rank}", "with its own error")
+    os._exit(1)
+
+
+def end_abandoned(store, rank, world_size, error, patience=4.0):
+    """A collective failed because another rank is gone: find out which, say it once, and end."""
     try:
-        run = set_up(args)
-    except (ValueError, OSError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:  # one rank speaks for all
-            print(f"train.py: {error}", file=sys.stderr)
+        store.set(f"ended/{rank}", "in a collective")
+        others, until = set(range(world_size)) - {rank}, time.monotonic() + patience
+        while not store.check([f"ended/{r}" for r in others]) and time.monotonic() < until:
+            time.sleep(0.1)
+        gone = [r for r in others if not store.check([f"ended/{r}"])]
+        first = min(set(range(world_size)) - set(gone))
+        failed = store.add("failures", 0)
+    except RuntimeError:  # DistStoreError: the store is a process too
+        gone, first, failed = ["that keeps the store (rank 0)"], rank, 0
+    if rank == first and not failed:
+        who = (f"no sign of rank {', '.join(map(str, gone))}: it died or is stuck" if gone
+               else "every rank is still there")
+        print(f"train.py: {error}\ntrain.py: {who}; ended without saving, --resume goes on from "
+              "the last checkpoint", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def run_plan(plan, report):
+    """Everything after the group has formed. Returns the exit code."""
+    args = plan.args
+    mesh = Mesh(int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)), dp=args.dp,
+                fsdp=args.fsdp)
+    if args.check_parity:
+        return check_parity(plan, mesh, report)
+    try:
+        run = build(plan, mesh, report)
+    except ValueError as error:  # a checkpoint that does not fit, the same on every rank
+        report(f"train.py: {error}", file=sys.stderr)
         return 2
-    describe(run)
+    if mesh.rank == 0:
+        describe(run)
     try:
         if args.eval_only or train(run):
             report_validation(run)
-    except (FloatingPointError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+    except FloatingPointError as error:  # of sums over all ranks, so every rank is here
+        report(f"train.py: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def main(argv=None):
+    """Check, form the group, train, validate. Returns the exit code."""
+    args = build_parser().parse_args(argv)
+    keep_freed_memory()
+    rank, world_size = (int(os.environ.get(key, default)) for key, default in
+                        (("RANK", 0), ("WORLD_SIZE", 1)))
+    report = print if rank == 0 else quiet  # one rank speaks for all
+    try:
+        plan = prepare(args, report)
+    except (ValueError, OSError) as error:
+        report(f"train.py: {error}", file=sys.stderr)
+        return 2
+    store = join(plan)
+    try:
+        code = run_plan(plan, report)
+    except CollectiveError as error:
+        end_abandoned(store, rank, world_size, error)
+    except OSError as error:
+        if store:
+            end_failed(store, rank, f"train.py: rank {rank}: {error}")
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        if not store:
+            raise
+        end_failed(store, rank, f"train.py: rank {rank} failed:\n{traceback.format_exc()}")
+    if store:
+        dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
