@@ -78,6 +78,11 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        """As the default's, without its walk through nested dictionaries, where Pieces get lost."""
+        self.state_dict, self.metadata = state_dict, metadata
+        self.flatten_state_dict, self.is_coordinator = False, is_coordinator
+
     def lookup_tensor(self, index):
         return local_tensor(self.state_dict[index.fqn])
 

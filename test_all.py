@@ -6,13 +6,16 @@ gradients compared directly.
 
     python -m pytest -q                    everything here, in some minutes on two cores
     python -m pytest -q -k 'kill or bit'   those whose names say so
+    python -m pytest -q --all-layouts -k layout_is_the_same      every layout with every setting
 """
 import atexit
 import base64
 import collections
 import dataclasses
+import datetime
 import faulthandler
 import importlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -21,6 +24,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -39,7 +43,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as repeat_forward
 
 import checkpoint
+import collectives
 import data
+import ddp
+import fsdp
 import mla
 import model as model_file
 import moe
@@ -2175,12 +2182,6 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path, capsys):
     assert "is not a folder" in capsys.readouterr().err
 
 
-def test_several_ranks_are_refused_before_any_group_forms(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train.main([]) == 2
-    assert "2 ranks" in capsys.readouterr().err
-
-
 def test_a_gpu_that_is_not_there_is_refused(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -2365,3 +2366,699 @@ def test_the_readme_has_every_chapter_of_the_course():
     files = {p.name for p in HERE.glob("*.py")}
     for name in set(re.findall(r"`(\w+\.py)`", README)):
         assert name in files or f"(`{name}`" in README or f", `{name}`" in README, name
+
+# ---- collectives.py ----
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 1, 2), (1, 6, 1, 1, 1), (2, 1, 5, 1, 1),
+                                   (2, 2, 1, 2, 2), (1, 1, 1, 1, 1), (3, 1, 2, 1, 1)])
+def test_the_mesh_is_numpys_array_of_ranks(sizes):
+    named = dict(zip(collectives.AXES, sizes))
+    grid = np.arange(math.prod(sizes)).reshape(sizes)
+    for rank in range(grid.size):
+        where = tuple(int(i[0]) for i in np.nonzero(grid == rank))
+        assert tuple(collectives.coordinates(rank, named).values()) == where
+        assert collectives.rank_at(dict(zip(named, where)), named) == rank
+        for axes in [("tp",), ("fsdp",), ("dp",), ("fsdp", "cp"), ("dp", "fsdp", "cp")]:
+            index = tuple(slice(None) if a in axes else i for a, i in zip(named, where))
+            assert collectives.ranks_along(rank, named, axes) == tuple(grid[index].flatten())
+
+
+def test_expert_axes_are_carved_from_the_same_ranks():
+    sizes, experts = collectives.mesh_sizes(16, pp=1, dp=1, fsdp=8, tp=2, ep=4)
+    assert experts == {"pp": 1, "dp": 1, "efsdp": 4, "ep": 4, "etp": 1}
+    assert collectives.mesh_sizes(16, fsdp=8, tp=2, ep=4, etp=2)[1]["efsdp"] == 2
+    assert collectives.mesh_sizes(12, fsdp=2, tp=2)[0]["dp"] == 3
+    assert collectives.mesh_sizes(4, tp=2)[1]["etp"] == 2  # tp when ep = 1
+
+
+@pytest.mark.parametrize("world, sizes, words", [
+    (4, dict(dp=3), "dp 3 x fsdp 1 x cp 1 x tp 1 = 3 ranks, and 4 were started"),
+    (4, dict(fsdp=3), "fsdp 3 x cp 1 x tp 1 = 3 does not divide the 4 ranks"),
+    (4, dict(fsdp=4, ep=3), "ep 3 x etp 1 must divide fsdp x cp x tp = 4"),
+    (8, dict(fsdp=2, tp=4, ep=2, etp=2), "etp must be 1 or tp = 4")])
+def test_a_layout_that_does_not_multiply_is_refused_with_the_product(world, sizes, words):
+    with pytest.raises(ValueError) as error:
+        collectives.mesh_sizes(world, **sizes)
+    assert words in str(error.value)
+
+
+def _collectives_demo(rank, n):
+    worst = {}
+    torch.manual_seed(rank)
+    collectives.check_collectives(rank, n, worst)
+    torch.manual_seed(0)
+    collectives.check_gradients(rank, n, collectives.Mesh(n, rank, fsdp=n)["fsdp"], worst)
+    return worst
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_collectives_and_their_gradients_equal_torchs_and_one_process(n):
+    for worst in ranks(n, _collectives_demo):
+        assert len(worst) >= 20 and max(worst.values()) < 1e-12, worst
+
+
+def _collectives_groups(rank, n):
+    made = []
+    new_group = dist.new_group
+
+    def counted(group_ranks, **options):
+        made.append(tuple(group_ranks))
+        return new_group(group_ranks, **options)
+    dist.new_group = counted
+    try:
+        mesh = collectives.Mesh(n, rank, dp=2, fsdp=3)
+        sums = {name: collectives.all_reduce(torch.tensor(float(2 ** rank)), mesh[name]).item()
+                for name in ("pp", "dp", "fsdp", "cp", "tp", "shard", "data", "world")}
+    finally:
+        dist.new_group = new_group
+    return made, sums, {name: axis.ranks for name, axis in mesh.axes.items()}
+
+
+def test_a_rank_makes_only_the_groups_it_is_in_and_axes_of_one_cost_nothing():
+    for rank, (made, sums, lines) in enumerate(ranks(6, _collectives_groups)):
+        assert len(made) == 2 and all(rank in group for group in made)  # dp and fsdp; world is there
+        for name, total in sums.items():
+            assert total == sum(2 ** r for r in lines[name]), name
+        assert sums["pp"] == sums["tp"] == 2 ** rank
+
+
+def _collectives_counted(rank, n):
+    """Messages and bytes that each collective of part 2 sends, and the ledger of part 3."""
+    sent = []
+    isend = dist.isend
+
+    def counted(tensor, **options):
+        sent.append(tensor.numel() * tensor.element_size())
+        return isend(tensor, **options)
+    found, group = {}, dist.group.WORLD
+    full, shard = torch.ones(n * 6), torch.ones(6)
+    dist.isend = counted
+    try:
+        for name, call in {
+                "all_reduce": lambda: collectives.ring_all_reduce(full, group, rank, n),
+                "all_gather": lambda: collectives.ring_all_gather(shard, group, rank, n),
+                "reduce_scatter": lambda: collectives.ring_reduce_scatter(full, group, rank, n),
+                "all_to_all": lambda: collectives.pairwise_all_to_all(
+                    list(full.chunk(n)), group, rank, n)}.items():
+            sent.clear()
+            call()
+            found[name] = len(sent), sum(sent)
+    finally:
+        dist.isend = isend
+    axis = collectives.Mesh(n, rank, fsdp=n)["fsdp"]
+    collectives.ledger.clear()
+    collectives.all_reduce(full, axis)
+    collectives.all_gather(shard, axis)
+    collectives.reduce_scatter(full, axis)
+    collectives.all_to_all(full, axis, [6] * n, [6] * n)
+    ledger = {operation: sent for (_, operation), (_, sent) in collectives.ledger.entries.items()}
+    collectives.ledger.clear()
+    collectives.all_reduce(torch.ones(5), axis)  # padded to a multiple of n
+    odd = collectives.ledger.by_axis()["fsdp"]
+    return found, ledger, odd
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_messages_and_bytes_are_those_of_the_docstrings(n):
+    size = 4 * 6 * n  # bytes of the whole
+    expected = {"all_reduce": (2 * (n - 1), 2 * size * (n - 1) // n),
+                **{name: (n - 1, size * (n - 1) // n)
+                   for name in ("all_gather", "reduce_scatter", "all_to_all")}}
+    for found, ledger, odd in ranks(n, _collectives_counted):
+        assert found == expected
+        assert ledger == {name: sent for name, (_, sent) in expected.items()}
+        assert odd == 2 * (n - 1) * -(-5 // n) * 4
+
+
+def _collectives_forms(rank, n):
+    """Every algorithm of every operation, at sizes below and above where they change."""
+    axis, worst = collectives.Mesh(n, rank, dp=n)["dp"], 0.0
+    for size in (1, 7, 2 ** 17):
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            mine = (torch.arange(n * size) * (rank + 1) % 97).to(dtype)
+            everyone = [(torch.arange(n * size) * (r + 1) % 97).to(dtype) for r in range(n)]
+            pairs = [(collectives.all_reduce(mine.clone(), axis, asynchronous=True).wait(),
+                      sum(everyone)),
+                     (collectives.all_reduce(mine.clone(), axis, "max"),
+                      torch.stack(everyone).amax(0)),
+                     (collectives.all_gather(mine, axis), torch.cat(everyone)),
+                     (collectives.reduce_scatter(mine, axis),
+                      sum(everyone).chunk(n)[rank]),
+                     (collectives.broadcast(mine.clone(), axis, n - 1), everyone[-1])]
+            worst = max([worst, *((a.double() - b.double()).abs().max().item() for a, b in pairs)])
+    rows = torch.full((3 * rank, 2), float(rank))  # rank 0 sends nothing, all to the last
+    splits = [0] * (n - 1) + [3 * rank]
+    got = collectives.all_to_all(rows, axis, splits,
+                                 [3 * r if rank == n - 1 else 0 for r in range(n)])
+    with pytest.raises(ValueError, match="not contiguous"):
+        collectives.all_reduce(torch.ones(4, 4).T[1:], axis)
+    with pytest.raises(ValueError, match="add up to 2, and there are 3 rows"):
+        collectives.all_to_all(torch.ones(3, 1), axis, [1] * 2 + [0] * (n - 2), [1] * n)
+    return worst, got[:, 0].tolist()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_size_type_and_form_gives_the_sums_of_all_ranks(n):
+    answers = ranks(n, _collectives_forms)
+    assert max(worst for worst, _ in answers) == 0
+    assert answers[-1][1] == [float(r) for r in range(n) for _ in range(3 * r)]
+    assert all(rows == [] for _, rows in answers[:-1])
+
+
+@pytest.mark.parametrize("shape, cuts", [
+    ((7, 3), [("fsdp", 0, 4)]), ((2, 5), [("fsdp", 0, 4)]), ((8, 6), [("tp", 1, 3), ("fsdp", 0, 4)]),
+    ((10,), [("tp", 0, 3), ("fsdp", 0, 4)]), ((6, 2), [("fsdp", 0, 2)])])
+def test_parts_of_a_labelled_tensor_cover_it_once(shape, cuts):
+    """Each number once among the ranks that are counted, whatever does not divide."""
+    class Lines(dict):
+        sizes, expert_sizes = {"fsdp": 4, "tp": 3}, {"efsdp": 12}
+    label = collectives.Label(shape, tuple(collectives.Cut(*cut) for cut in cuts))
+    full, seen = torch.arange(math.prod(shape)).view(shape), []
+    for rank in range(12):
+        digits = collectives.coordinates(rank, Lines.sizes)
+        mesh = Lines({axis: collectives.Axis(axis, tuple(range(size)), digits[axis])
+                      for axis, size in Lines.sizes.items()})
+        if collectives.counts_here(label, mesh):
+            seen += collectives.local_part(full, label, mesh).flatten().tolist()
+    assert sorted(seen) == list(range(full.numel()))
+
+
+def _collectives_late(rank, n, folder):
+    store = dist.FileStore(f"{folder}/late", n)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n,
+                            timeout=datetime.timedelta(seconds=2))
+    axis = collectives.Mesh(n, rank, dp=n)["dp"]
+    collectives.all_reduce(torch.ones(3), axis)
+    if rank == 1:
+        time.sleep(4)
+        return None
+    try:
+        collectives.all_reduce(torch.ones(2 ** 20), axis)
+    except collectives.CollectiveError as error:
+        return str(error)
+
+
+def test_a_collective_that_waits_too_long_names_rank_and_operation(tmp_path):
+    said = ranks(2, _collectives_late, str(tmp_path))[0]
+    assert re.match(r"rank 0: all_reduce over dp \(ranks 0, 1\) failed after [23] s", said), said
+
+
+# ---- ddp.py ----
+
+def _ddp_toy(rank, n):
+    """The demonstration's awkward model, quietly: the exit code of its comparison."""
+    return ddp.show(rank, n)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_unused_tied_and_odd_parameters_have_the_gradients_of_one_process(n):
+    assert ranks(n, _ddp_toy) == [0] * n
+
+
+def _ddp_buckets(rank, n):
+    torch.manual_seed(0)
+    model = ddp.dense_blocks()
+    replicas = ddp.Replicas(model, collectives.Mesh(n, rank)["dp"])
+    launched = []
+    launch = replicas._launch
+
+    def noted():
+        launched.append(sum(p.grad is not None for p in model.parameters()))
+        launch()
+    replicas._launch = noted
+    x = torch.full((2, 512), float(rank + 1))
+    collectives.ledger.clear()
+    for last in (False, True):
+        replicas.begin(last)
+        model(x).square().sum().backward()
+        during = len(launched)
+        replicas.end()
+    pointers = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes = [bucket.flat.numel() * 4 for bucket in replicas.buckets]
+    order = [p for bucket in replicas.buckets for p in bucket.views]
+    return (sizes, during, len(pointers), order == list(model.parameters())[::-1] or None,
+            collectives.ledger.by_axis()["dp"], replicas.buckets[0].flat[:4].tolist())
+
+
+def test_gradients_live_in_buckets_that_are_reduced_during_the_last_backward_alone():
+    answers = ranks(3, _ddp_buckets)
+    for sizes, during, storages, _, sent, first in answers:
+        assert len(sizes) >= 2 and during == len(sizes)  # all were on their way before end()
+        assert storages == len(sizes)
+        assert sent == sum(2 * size * 2 // 3 for size in sizes)
+        assert first == answers[0][-1]
+        assert sum(sizes) - 4 * 10 * 2 * 512 * 1024 in range(0, 12 * len(sizes))
+
+
+# ---- fsdp.py ----
+
+def _fsdp_level(rank, n, level, sizes, options):
+    """The demonstration's comparison with one process, under any mesh and configuration."""
+    torch.manual_seed(0)
+    config = make_config("tiny", ["n_layers=3", "vocab_size=61", *options])
+    tokens = torch.randint(61, (2, 2, n, 2, 16))
+    alone = built(config, dtype=torch.float64)
+    for name, p in alone.named_parameters():
+        if "norm" in name:
+            p.data.uniform_(0.5, 1.5)
+    start = {k: v.clone() for k, v in alone.state_dict().items()}
+    grads = fsdp.train_steps(alone, None, tokens.flatten(2, 3))
+    model = built(config, dtype=torch.float64)
+    model.load_state_dict(start)
+    mesh = collectives.Mesh(n, rank, **sizes)
+    sharded = fsdp.Sharded(model, mesh, level, torch.float64)
+    collectives.ledger.clear()
+    found = fsdp.train_steps(model, sharded, tokens[:, :, rank])
+    sent = collectives.ledger.by_axis()
+    worst, expected = 0.0, dict(alone.named_parameters())
+    for name, master in sharded.named_masters():
+        label = collectives.label_of(master)
+        for ours, whole in ((found[name], grads[name]), (master, expected[name])):
+            mine = collectives.local_part(whole.detach(), label, mesh)
+            assert ours.shape == mine.shape, name
+            if mine.numel():
+                worst = max(worst, ((ours - mine).abs().max() / whole.abs().max()).item())
+    empty = sum(not master.numel() for _, master in sharded.named_masters())
+    shards = [sum(len(u.master) for u in layer) for layer in sharded.layers]
+    return worst, empty, sent, shards
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("n, sizes, options", [
+    (2, dict(fsdp=2), ["tie_embeddings=true"]), (3, dict(fsdp=3), ["num_experts=5"]),
+    (4, dict(dp=2, fsdp=2), []), (3, dict(dp=3), []),
+    (5, dict(fsdp=5), ["num_experts=3"])])
+def test_shards_have_the_gradients_and_weights_of_one_process(level, n, sizes, options):
+    """Tied weights, rows that do not divide, fewer rows than ranks, replicas of shards."""
+    for worst, empty, sent, shards in ranks(n, _fsdp_level, level, sizes, options):
+        assert worst < 1e-10
+        size = sizes.get("fsdp", 1)
+        stay = shards[0] + shards[-2] + shards[-1]
+        gathered = {1: sum(shards), 2: sum(shards), 3: 2 * (2 * sum(shards) - stay)}[level]
+        reduced = sum(shards) * (1 if level == 1 else 2)
+        assert sent.get("shard", 0) == 2 * 8 * (size - 1) * (gathered + reduced)
+        replicas = sizes.get("dp", 1)
+        assert sent.get("dp", 0) == 2 * 2 * 8 * (replicas - 1) * sum(
+            -(-shard // replicas) for shard in shards)
+    assert any(empty for _, empty, *_ in ranks(5, _fsdp_level, 3, dict(fsdp=5), ["num_experts=3"]))
+
+
+class _FsdpGathered(TorchDispatchMode):
+    """The largest sum of bytes of a model's whole parameters that ever exist at once."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.storages = {p.untyped_storage() for p in model.parameters()}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.peak = max(self.peak, sum({s.data_ptr(): s.nbytes() for s in self.storages}.values()))
+        return out
+
+
+def _fsdp_peak(rank, n, recompute):
+    model = built(make_config("tiny", ["n_layers=5"]), dtype=torch.float64)
+    apply_recompute(model, recompute)
+    sharded = fsdp.Sharded(model, collectives.Mesh(n, rank, fsdp=n), 3, torch.float64)
+    between = [sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                    for p in model.parameters()}.values())]
+    tokens = torch.randint(256, (2, 16))
+    with _FsdpGathered(model) as watched:
+        sharded.begin(last=True)
+        model.head_loss(model(tokens), tokens).backward()
+        sharded.end()
+    between.append(sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                        for p in model.parameters()}.values()))
+    with torch.no_grad():
+        model.head_loss(model(tokens), tokens)
+    between.append(sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                        for p in model.parameters()}.values()))
+    layers = [sum(8 * unit.whole.numel() for unit in layer) for layer in sharded.layers]
+    return watched.peak, between, layers
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_level_3_holds_no_more_blocks_than_predicted(recompute):
+    """At most the last block and the head, which stay, and one more block in backward."""
+    for peak, between, layers in ranks(2, _fsdp_peak, recompute):
+        assert between == [0, 0, 0]
+        assert peak == layers[-1] + layers[-2] + max(0, *layers[1:-2]) or \
+            peak == layers[-1] + layers[-2]
+
+
+def _fsdp_memory(rank, n, level):
+    formula, found, _, numbers = fsdp.measure_memory(level, rank, n)
+    return sum(formula), sum(found), numbers
+
+
+@pytest.mark.parametrize("n, level", [(2, 0), (2, 1), (2, 2), (2, 3), (3, 3), (4, 1), (4, 2)])
+def test_memory_between_steps_is_the_formulas(n, level):
+    textbook = {0: 18, 1: 6 + 12 / n, 2: 2 + 16 / n, 3: 16 / n}[level]
+    for formula, found, numbers in ranks(n, _fsdp_memory, level):
+        assert found == pytest.approx(formula, rel=0.05)
+        if n != 3:  # 64 and 8 divide by 2 and 4
+            assert found / numbers == pytest.approx(textbook, rel=0.05)
+
+
+def _fsdp_unused(rank, n, level):
+    """A block that only rank 0 uses, whose ffn no rank uses: nothing hangs, zeros are zeros."""
+    config = make_config("tiny-dense", ["n_layers=3", "n_dense_layers=3"])
+
+    def made():
+        model = built(config, dtype=torch.float64)
+        model.blocks["1"].ffn.w1.weight.requires_grad_(True)
+        return model
+    alone, model = made(), made()
+    sharded = fsdp.Sharded(model, collectives.Mesh(n, rank, fsdp=n), level, torch.float64)
+
+    def loss(model, r):
+        tokens = torch.arange(8)[None] * (r + 1) % 61
+        block, table = model.blocks["1"], model.rope_table(torch.arange(8), torch.float64)
+        x = model.embed(tokens)
+        x = model.blocks["0"](x, table)
+        x = block(x, table) if r == 0 else x
+        x = model.blocks["2"](x, table)
+        return model.head_loss(model.norm(x), tokens)
+    sharded.begin(last=True)
+    loss(model, rank).backward()
+    sharded.end()
+    for r in range(n):
+        loss(alone, r).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    worst = 0.0
+    for name, master in sharded.named_masters():
+        mine = collectives.local_part(expected[name], collectives.label_of(master),
+                                      collectives.Mesh(n, rank, fsdp=n))
+        worst = max(worst, (master.grad - mine).abs().max().item() / expected[name].abs().max())
+    return float(worst)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_block_that_only_some_ranks_use_is_reduced_all_the_same(level):
+    assert max(ranks(2, _fsdp_unused, level)) < 1e-10
+
+
+# ---- any layout is the same run ----
+
+def legal_layouts(world_size):
+    """Every layout of that many ranks as train.py's flags; each technique adds its own."""
+    for fsdp_size in range(1, world_size + 1):
+        if world_size % fsdp_size == 0:
+            for zero in range(4):
+                yield ["--dp", str(world_size // fsdp_size), "--fsdp", str(fsdp_size), "--zero",
+                       str(zero)]
+
+
+SETTINGS = {"--model": ["tiny", "tiny-dense"], "--micro-batch-size": ["12", "1"],
+            "--recompute": ["none", "full", "selective"], "--optimizer": ["sgd", "adamw"]}
+
+
+def _layout_cases(everything):
+    """(world_size, flags): every layout of 1, 2, 3, 4 and 6 ranks with every setting, or a fixed
+    sample in which each layout stands and the settings change from one to the next, so that every
+    pair of settings comes."""
+    turn = 0
+    for world_size in (1, 2, 3, 4, 6):
+        for layout in legal_layouts(world_size):
+            choices = list(itertools.product(*SETTINGS.values()))
+            micro = str(max(12 // world_size // 4, 1))  # accumulation 4, or all there is
+            for chosen in choices if everything else [choices[turn * 7 % len(choices)]]:
+                flags = [x for pair in zip(SETTINGS, chosen) for x in pair]
+                yield world_size, layout + [micro if x == "1" else x for x in flags]
+            turn += 1
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all-layouts", action="store_true",
+                     help="check every legal layout with every setting, not a sample")
+
+
+def pytest_generate_tests(metafunc):
+    # called twice, since this file is a plugin too (pytest.ini): only a plugin can add an option
+    if "layout_case" in metafunc.fixturenames and not hasattr(metafunc, "has_layouts"):
+        metafunc.has_layouts = True
+        cases = list(_layout_cases(metafunc.config.getoption("--all-layouts")))
+        metafunc.parametrize("layout_case", cases, ids=lambda case: f"{case[0]}-" + "-".join(
+            word for word in case[1] if not word.startswith("--")))
+
+
+def _layout_parity(rank, n, flags):
+    said, before = [], os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(n)
+    try:
+        args = train.build_parser().parse_args(["--check-parity", *flags])
+        plan = train.prepare(args, train.quiet)
+        mesh = collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp)
+        return train.check_parity(plan, mesh, said.append), said
+    finally:
+        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+
+
+def test_any_layout_is_the_same_run(layout_case, train_text):
+    world_size, flags = layout_case
+    flags = [*_train_flags(train_text), "--batch-size", "12", "--seq-len", "16", *flags]
+    answers = ranks(world_size, _layout_parity, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+    assert answers[0][1][-1] == "PASS" and len(answers[0][1]) >= 6
+
+
+def _layout_broken(rank, n, flags, how):
+    """check_parity of a layout in which something is wrong."""
+    plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
+    if how == "a reduction is an average":
+        ddp.all_reduce = lambda t, axis, **o: plain_sums(t.div_(2), axis, **o)
+    if how == "a rank keeps its own":
+        fsdp.reduce_scatter = lambda t, axis, **o: plain_reduce(t if rank else t * 0, axis, **o)
+    try:
+        return _layout_parity(rank, n, flags)
+    finally:
+        ddp.all_reduce, fsdp.reduce_scatter = plain_sums, plain_reduce
+
+
+@pytest.mark.parametrize("how, layout", [("a reduction is an average", ["--dp", "2"]),
+                                         ("a rank keeps its own", ["--fsdp", "2"])])
+def test_a_wrong_layout_is_found(how, layout, train_text):
+    flags = [*_train_flags(train_text), "--optimizer", "adamw", *layout]
+    for code, said in ranks(2, _layout_broken, flags, how):
+        assert code == 1
+    assert "FAILED" in ranks(2, _layout_broken, flags, how)[0][1][-1]
+
+
+def _layout_run(rank, n, flags):
+    """Train by the flags on the ranks of the pool; the metrics and all weights, on rank 0."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(n)
+    try:
+        args = train.build_parser().parse_args(flags)
+        plan = train.prepare(args, train.quiet)
+        mesh = collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp)
+        run, found = train.build(plan, mesh, train.quiet), []
+        dist.barrier()  # all have looked into --out before one writes there
+        while run.step < train.last_step(args):
+            found.append(train.train_step(run))
+        if args.out:
+            train.save(run)
+        validation = train.evaluate(run)
+        weights = train.assemble({("weight", name): train.piece(m.detach().clone(), m, mesh)
+                                  for name, m in run.owner.named_masters()}, mesh)
+        return found, validation, weights
+    finally:
+        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+
+
+CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
+                      (2, ["--fsdp", "2", "--zero", "1"]), (3, ["--fsdp", "3", "--zero", "2"]),
+                      (3, ["--fsdp", "3"]), (4, ["--dp", "2", "--fsdp", "2", "--zero", "3"]),
+                      (4, ["--fsdp", "4", "--zero", "1"])]
+
+
+@pytest.fixture(scope="module")
+def layout_reference(train_text):
+    flags = _layout_flags(train_text)
+    return ranks(1, _layout_run, [*flags, "--steps", "4"])[0]
+
+
+def _layout_flags(text):
+    return [*_train_flags(text), "--batch-size", "12", "--seq-len", "16", "--micro-batch-size", "2",
+            "--dtype", "fp64", "--lr-schedule", "constant"]
+
+
+def _layout_close(run, reference, first):
+    found, validation, weights = run
+    for ours, expected in zip(found, reference[0][first:]):
+        for key in ("loss", "grad_norm", "max_vio", "tokens", "step"):
+            assert ours[key] == pytest.approx(expected[key], rel=1e-9), key
+    assert validation == pytest.approx(reference[1], rel=1e-9)
+    for key, expected in reference[2].items():
+        assert ((weights[key] - expected).abs().max() / expected.abs().max()) < 1e-9, key
+
+
+@pytest.mark.parametrize("i", range(len(CHECKPOINT_LAYOUTS)))
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_reference, tmp_path):
+    """Two steps and a save under one layout, two more under each of the others."""
+    flags = [*_layout_flags(train_text), "--steps", "4", "--out", str(tmp_path / "out")]
+    world_size, layout = CHECKPOINT_LAYOUTS[i]
+    ranks(world_size, _layout_run, [*flags, *layout, "--stop-after", "2"])
+    for world_size, layout in CHECKPOINT_LAYOUTS:
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        shutil.copytree(tmp_path / "out", tmp_path / "again")
+        again = [*flags[:-1], str(tmp_path / "again"), "--resume", *layout]
+        answer = ranks(world_size, _layout_run, again)[0]
+        assert [m["step"] for m in answer[0]] == [3, 4]
+        _layout_close(answer, layout_reference, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
+                                    ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"]])
+def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
+    """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
+    flags = [*_layout_flags(train_text), "--steps", "4", "--dtype", dtype]
+    expected = ranks(1, _layout_run, flags)[0]
+    for found, validation, _ in ranks(2, _layout_run, [*flags, *layout]):
+        assert validation == pytest.approx(expected[1], rel=2e-3)
+        for ours, theirs in zip(found, expected[0]):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-2)
+
+
+def _layout_overflow(rank, n, flags):
+    """fp16 steps in which only rank 1's gradient overflows, at the second step."""
+    os.environ["WORLD_SIZE"] = str(n)
+    try:
+        args = train.build_parser().parse_args(flags)
+        plan = train.prepare(args, train.quiet)
+        run = train.build(plan, collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp), train.quiet)
+        plain, seen = run.model.head_loss, []
+
+        def head_loss(hidden, labels, seed):
+            if rank == 1 and run.step == 1:
+                hidden = hidden * torch.tensor(1.0).to(hidden.dtype)
+                hidden.register_hook(lambda grad: grad * math.inf)
+            return plain(hidden, labels, seed)
+        run.model.head_loss = head_loss
+        for _ in range(3):
+            found = train.train_step(run)
+            seen.append((found["skipped"], found["loss_scale"], run.updates))
+        return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
+    finally:
+        os.environ.pop("WORLD_SIZE")
+
+
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"]])
+def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
+    flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]
+    for seen, total in ranks(2, _layout_overflow, flags):
+        assert seen == [(False, 65536.0, 1), (True, 32768.0, 1), (False, 32768.0, 2)]
+        assert math.isfinite(total)
+
+
+# ---- ranks that die, hang or are stopped ----
+
+def _torchrun(n, *flags, **options):
+    """A run on n ranks; each one's pid is in its /proc environment."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n),
+         "--master-port", str(_free_port()), str(HERE / "train.py"), *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _ranks_of(parent, n):
+    """rank -> pid of the children of a torchrun process."""
+    found = {}
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for entry in environment:
+            if entry.startswith(b"RANK="):
+                found[int(entry[5:])] = int(pid)
+    assert len(found) == n
+    return found
+
+
+def _wait_for_step(out, step, seconds=60):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        path = Path(out, "metrics.jsonl")
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} did not come")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpoint(
+        how, train_text, tmp_path):
+    out = str(tmp_path / "out")
+    flags = [*_layout_flags(train_text), "--steps", "40", "--out", out, "--save-every", "2",
+             "--fsdp", "3", "--collective-timeout", "4"]
+    process = _torchrun(3, *flags)
+    try:
+        _wait_for_step(out, 5)
+        victims = _ranks_of(process.pid, 3)
+        os.kill(victims[1], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        start = time.monotonic()
+        others = [pid for rank, pid in victims.items() if rank != 1]
+        while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(
+                f"/proc/{pid}/stat").read_text().split()[2] for pid in others):
+            assert time.monotonic() - start < 15, "the other ranks are still there"
+            time.sleep(0.1)
+        if how == "stop":
+            os.kill(victims[1], signal.SIGKILL)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode != 0
+    assert "no sign of rank 1: it died or is stuck" in said, said
+    assert said.count("no sign of rank") == 1 and "over" in said
+    newest = checkpoint.newest(out)
+    assert newest is not None
+    resumed = _torchrun(3, *flags, "--resume", "--stop-after", "8")
+    said = resumed.communicate(timeout=90)[0]
+    assert resumed.returncode == 0, said
+    whole = ranks(1, _layout_run, [*_layout_flags(train_text), "--steps", "8"])[0][0]
+    lines = [json.loads(x) for x in Path(out, "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines] == list(range(1, len(lines) + 1)) and len(lines) >= 8
+    for ours, expected in zip(lines, whole):
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(train_text, tmp_path):
+    out = str(tmp_path / "out")
+    flags = [*_layout_flags(train_text), "--steps", "400", "--out", out, "--fsdp", "2"]
+    process = _torchrun(2, *flags)
+    try:
+        _wait_for_step(out, 2)
+        os.kill(_ranks_of(process.pid, 2)[1], signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode == 0 and "told to stop" in said, said
+    steps = len(Path(out, "metrics.jsonl").read_text().splitlines())
+    assert checkpoint.newest(out).name == f"step-{steps}" and 2 <= steps < 400
+
+
+def test_a_rank_that_fails_shows_its_own_traceback_once(train_text, tmp_path):
+    """metrics.jsonl is a folder: rank 0 alone can't go on."""
+    out = tmp_path / "out"
+    (out / "metrics.jsonl").mkdir(parents=True)
+    process = _torchrun(2, *_layout_flags(train_text), "--steps", "4", "--out", str(out))
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    assert said.count("Is a directory") == 1 and "no sign of" not in said, said
+
+
+def test_wrong_layouts_are_refused_once_with_the_numbers(train_text):
+    process = _torchrun(2, *_train_flags(train_text), "--fsdp", "3")
+    said = process.communicate(timeout=60)[0]
+    line = "train.py: pp 1 x fsdp 3 x cp 1 x tp 1 = 3 does not divide the 2 ranks"
+    assert said.count(line) == 1 and "exitcode  : 2" in said, said
