@@ -276,9 +276,11 @@ class Sharded:
     def _leave(self, index):
         """The last thing in a layer's backward: no more use for its parameters, and its gradients
         are as complete as this microbatch makes them, since autograd adds them up before it goes on
-        to the layer before. The same on every rank, whatever a rank had gradients for."""
+        to the layer before. Layers behind it that this rank did not use go first: every rank
+        reduces in the same order."""
         self._release(index)
-        self._reduce(index)
+        for later in range(len(self.layers) - 1, index - 1, -1):
+            self._reduce(later)
 
     @torch.no_grad()
     def _ready(self, unit, slot, parameter):

@@ -229,7 +229,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32))
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64),
                              persistent=False)
-        self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float32),
+        self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float64),
                              persistent=False)
 
     def _apply(self, fn, recurse=True):
@@ -237,7 +237,7 @@ class MoE(nn.Module):
         super()._apply(fn, recurse)
         for name, before in kept.items():
             now = getattr(self, name)
-            if now.dtype != torch.float32:  # the model was cast: move what was, no more
+            if now.dtype != before.dtype:  # the model was cast: move what was, no more
                 setattr(self, name, before.to(now.device))
         return self
 

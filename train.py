@@ -272,7 +272,7 @@ class Run(Plan):
     reducer: object  # of gradients over ranks: ddp.Replicas, fsdp.Sharded, or None on one rank
     optimizer: torch.optim.Optimizer
     scaler: optim.LossScaler
-    peak_flops: float | None
+    peak_flops: float | None = None
     step: int = 0     # batches read; the place in the order of the data
     updates: int = 0  # optimizer updates; a step that the loss scaler skips moves no schedule
     tokens: int = 0   # tokens with a target seen so far
@@ -306,7 +306,9 @@ def prepare(args, report=print):
 
 def set_up(args, report=print):
     """A run in this one process, ready for its first step. Raises as prepare() does."""
-    return build(prepare(args, report), Mesh(), report)
+    run = build(prepare(args, report), Mesh(), report)
+    run.peak_flops = measure_peak(run.device, args.dtype)
+    return run
 
 
 def build(plan, mesh, report=print):
@@ -334,8 +336,7 @@ def build(plan, mesh, report=print):
     optimizer = optim.make_optimizer(
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
     run = Run(**vars(plan), mesh=mesh, model=model, owner=owner, reducer=reducer,
-              optimizer=optimizer, scaler=optim.LossScaler(dtype),
-              peak_flops=measure_peak(plan.device, args.dtype))
+              optimizer=optimizer, scaler=optim.LossScaler(dtype))
     if plan.resumed:
         load(run, plan.resumed, report)
     elif plan.source:
@@ -1058,6 +1059,7 @@ def run_plan(plan, report):
     except ValueError as error:  # a checkpoint that does not fit, the same on every rank
         report(f"train.py: {error}", file=sys.stderr)
         return 2
+    run.peak_flops = measure_peak(run.device, args.dtype)
     if mesh.rank == 0:
         describe(run)
     try:
