@@ -265,7 +265,7 @@ def check_fit(path, wanted, prefix=""):
 
 
 def load_model(path, model):
-    """Fill a model from a checkpoint, leaving its optimizer's state alone. Raises as load() does."""
+    """Fill a model, leaving its optimizer's state alone. Raises as load() does."""
     load(path, {f"model.{name}": t for name, t in model.state_dict().items()}, "model.")
 
 

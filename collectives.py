@@ -255,7 +255,7 @@ def ring_reduce_scatter(tensor, group, rank, n):
 
 
 def ring_all_gather(shard, group, rank, n):
-    """All shards in order. N-1 messages, B (N-1)/N bytes: every part travels once round the ring."""
+    """All shards in order. N-1 messages, B (N-1)/N bytes: each part goes once round the ring."""
     parts = [torch.empty_like(shard) for _ in range(n)]
     parts[rank].copy_(shard)
     for step in range(n - 1):
@@ -602,7 +602,7 @@ def spawn(function, n, *args, timeout=120):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # A forked child has torch imported already, which takes seconds; other systems can't fork safely
+    # A forked child need not import torch, which takes seconds; only Linux forks safely
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     processes = [context.Process(target=_spawned, args=(function, rank, n, port, timeout, args))
                  for rank in range(n)]

@@ -124,7 +124,7 @@ class Unit:
         self.buffer = self.master.new_empty(self.axis.size, len(self.master))
 
     def add_gradient(self, slot):
-        """Put a complete gradient into its place in the buffer, (N, size), or add it, and free it."""
+        """Put a complete gradient into its place in the buffer, or add it, and free it."""
         if self.buffer is None:
             self.new_buffer()
         place = self.buffer[:, slot.offset:slot.offset + slot.size]

@@ -2445,7 +2445,7 @@ def _collectives_groups(rank, n):
 
 def test_a_rank_makes_only_the_groups_it_is_in_and_axes_of_one_cost_nothing():
     for rank, (made, sums, lines) in enumerate(ranks(6, _collectives_groups)):
-        assert len(made) == 2 and all(rank in group for group in made)  # dp and fsdp; world is there
+        assert len(made) == 2 and all(rank in group for group in made)  # not the world's
         for name, total in sums.items():
             assert total == sum(2 ** r for r in lines[name]), name
         assert sums["pp"] == sums["tp"] == 2 ** rank
@@ -2535,7 +2535,8 @@ def test_every_size_type_and_form_gives_the_sums_of_all_ranks(n):
 
 
 @pytest.mark.parametrize("shape, cuts", [
-    ((7, 3), [("fsdp", 0, 4)]), ((2, 5), [("fsdp", 0, 4)]), ((8, 6), [("tp", 1, 3), ("fsdp", 0, 4)]),
+    ((7, 3), [("fsdp", 0, 4)]), ((2, 5), [("fsdp", 0, 4)]),
+    ((8, 6), [("tp", 1, 3), ("fsdp", 0, 4)]),
     ((10,), [("tp", 0, 3), ("fsdp", 0, 4)]), ((6, 2), [("fsdp", 0, 2)])])
 def test_parts_of_a_labelled_tensor_cover_it_once(shape, cuts):
     """Each number once among the ranks that are counted, whatever does not divide."""

@@ -805,6 +805,9 @@ def stop_signals(asked, timeout=math.inf):
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
+    except CollectiveError:  # torchrun's SIGTERM must not end this before it has said who is gone
+        before = {number: signal.SIG_IGN for number in before}
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
