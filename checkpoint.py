@@ -121,26 +121,30 @@ def save(out_dir, step, tensors, run, keep=0):
     folder = Path(out_dir, "checkpoints")
     partial, whole = folder / f"step-{step}.partial", folder / f"step-{step}"
 
-    def begin():
-        folder.mkdir(parents=True, exist_ok=True)
-        for remains in folder.glob("step-*.partial"):
-            shutil.rmtree(remains)
-
-    def finish():
-        (partial / "run.json").write_text(json.dumps(run, indent=1))
-        for path in [*partial.iterdir(), partial]:
-            flush(path)
-        if whole.exists():
-            shutil.rmtree(whole)
-        os.rename(partial, whole)
-        flush(folder)
-        for old in steps_in(folder)[keep:] if keep else []:
-            shutil.rmtree(old)
-
-    on_first_rank(begin)
+    on_first_rank(lambda: clear_remains(folder))
     with_planner(dcp.save, tensors, partial, SavePlanner())
-    on_first_rank(finish)
+    on_first_rank(lambda: publish(partial, whole, run, keep))
     return whole
+
+
+def clear_remains(folder):
+    """Make the folder of checkpoints; remove what killed saves left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for remains in folder.glob("step-*.partial"):
+        shutil.rmtree(remains)
+
+
+def publish(partial, whole, run, keep):
+    """Complete a save whose tensors are written: run.json, all to disk, the name, old ones away."""
+    (partial / "run.json").write_text(json.dumps(run, indent=1))
+    for path in [*partial.iterdir(), partial]:
+        flush(path)
+    if whole.exists():
+        shutil.rmtree(whole)
+    os.rename(partial, whole)
+    flush(whole.parent)
+    for old in steps_in(whole.parent)[keep:] if keep else []:
+        shutil.rmtree(old)
 
 
 def with_planner(operation, tensors, path, planner):

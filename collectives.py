@@ -95,19 +95,20 @@ def mesh_sizes(world_size, pp=1, dp=None, fsdp=1, cp=1, tp=1, ep=1, etp=None):
     Raises ValueError, with the product written out, when the axes do not make up world_size, or
     when the experts' axes do not fit into fsdp x cp x tp.
     """
-    given = {"pp": pp, "fsdp": fsdp, "cp": cp, "tp": tp}
-    product = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    def product(sizes):
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) + (
+            f" = {math.prod(sizes.values())}")
     if dp is None:
-        if world_size % math.prod(given.values()):
-            raise ValueError(f"{product} = {math.prod(given.values())} does not divide the "
-                             f"{world_size} ranks that were started")
-        dp = world_size // math.prod(given.values())
+        given = {"pp": pp, "fsdp": fsdp, "cp": cp, "tp": tp}
+        dp, rest = divmod(world_size, math.prod(given.values()))
+        if rest:
+            raise ValueError(f"{product(given)} does not divide the {world_size} ranks that were "
+                             "started")
     sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
-    if math.prod(sizes.values()) != world_size:
-        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise ValueError(f"{product} = {math.prod(sizes.values())} ranks, and {world_size} were "
-                         f"started; use torchrun --nproc-per-node {math.prod(sizes.values())}, or "
-                         "other sizes")
+    needed = math.prod(sizes.values())
+    if needed != world_size:
+        raise ValueError(f"{product(sizes)} ranks, and {world_size} were started; use torchrun "
+                         f"--nproc-per-node {needed}, or other sizes")
     etp = (tp if ep == 1 else 1) if etp is None else etp
     whole = fsdp * cp * tp
     if etp not in (1, tp) or whole % (ep * etp):
@@ -401,7 +402,17 @@ def direct_all_gather(out, shard, axis):
     return works
 
 
-def finished(pending, asynchronous):
+def carry_out(axis, operation, tensor, sent_bytes, start, asynchronous):
+    """The way of every call: an axis of one rank costs nothing; else check, count, and start() ->
+    (works, finish), whose finish() makes the result when all works are done. Returns the result,
+    or a Pending. `tensor` is what goes in, and the result on an axis of one."""
+    if axis.size == 1:
+        pending = Pending(axis, operation, [], lambda: tensor)
+    else:
+        check_contiguous(tensor, axis, operation)
+        ledger.add(axis, operation, sent_bytes)
+        with attributed(axis, operation):
+            pending = Pending(axis, operation, *start())
     return pending if asynchronous else pending.wait()
 
 
@@ -413,42 +424,34 @@ def all_reduce(tensor, axis, op="sum", asynchronous=False):
 
     On gloo small tensors are gathered and added up here: 1.4 to 3 times faster below 128 KB.
     """
-    if axis.size == 1:
-        return finished(Pending(axis, "all_reduce", [], lambda: tensor), asynchronous)
-    check_contiguous(tensor, axis, "all_reduce")
-    n, size = axis.size, tensor.numel()
-    ledger.add(axis, "all_reduce", 2 * (n - 1) * -(-size // n) * tensor.element_size())
-    with attributed(axis, "all_reduce"):
-        if axis.on_gloo and size * tensor.element_size() <= SMALL:
-            parts = tensor.new_empty(n, size)
-            works = direct_all_gather(parts, tensor, axis)
+    n, size, width = axis.size, tensor.numel(), tensor.element_size()
 
-            def finish():  # in the order of the ranks: every rank gets the same bits
-                total = parts.sum(0) if op == "sum" else parts.amax(0)
-                return tensor.copy_(total.view_as(tensor))
-        else:
+    def start():
+        if not axis.on_gloo or size * width > SMALL:
             kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-            works = [dist.all_reduce(tensor, kind, axis.group, async_op=True)]
+            return [dist.all_reduce(tensor, kind, axis.group, async_op=True)], lambda: tensor
+        parts = tensor.new_empty(n, size)
+        works = direct_all_gather(parts, tensor, axis)
 
-            def finish():
-                return tensor
-    return finished(Pending(axis, "all_reduce", works, finish), asynchronous)
+        def finish():  # in the order of the ranks: every rank gets the same bits
+            total = parts.sum(0) if op == "sum" else parts.amax(0)
+            return tensor.copy_(total.view_as(tensor))
+        return works, finish
+    return carry_out(axis, "all_reduce", tensor, 2 * (n - 1) * -(-size // n) * width, start,
+                     asynchronous)
 
 
 def all_gather(shard, axis, asynchronous=False):
     """shard (s, ...) -> (N s, ...), in the order of the ranks. B (N-1)/N bytes per rank."""
-    if axis.size == 1:
-        return finished(Pending(axis, "all_gather", [], lambda: shard), asynchronous)
-    check_contiguous(shard, axis, "all_gather")
     n = axis.size
-    ledger.add(axis, "all_gather", (n - 1) * shard.numel() * shard.element_size())
-    out = shard.new_empty(n * shard.shape[0], *shard.shape[1:])
-    with attributed(axis, "all_gather"):
-        if axis.on_gloo:
-            works = direct_all_gather(out.view(n, -1), shard, axis)
-        else:
-            works = [dist.all_gather_into_tensor(out, shard, axis.group, async_op=True)]
-    return finished(Pending(axis, "all_gather", works, lambda: out), asynchronous)
+
+    def start():
+        out = shard.new_empty(n * shard.shape[0], *shard.shape[1:])
+        works = (direct_all_gather(out.view(n, -1), shard, axis) if axis.on_gloo else
+                 [dist.all_gather_into_tensor(out, shard, axis.group, async_op=True)])
+        return works, lambda: out
+    return carry_out(axis, "all_gather", shard, (n - 1) * shard.numel() * shard.element_size(),
+                     start, asynchronous)
 
 
 def reduce_scatter(full, axis, asynchronous=False):
@@ -457,65 +460,42 @@ def reduce_scatter(full, axis, asynchronous=False):
     On gloo as an all-to-all and a sum in the order of the ranks: gloo's own takes 2 to 4 times as
     long (2 to 8 ranks, 4 KB to 16 MB).
     """
-    if axis.size == 1:
-        return finished(Pending(axis, "reduce_scatter", [], lambda: full), asynchronous)
-    check_contiguous(full, axis, "reduce_scatter")
     n, shape = axis.size, (full.shape[0] // axis.size, *full.shape[1:])
-    ledger.add(axis, "reduce_scatter", (n - 1) * full.numel() // n * full.element_size())
-    with attributed(axis, "reduce_scatter"):
+
+    def start():
         if axis.on_gloo:
             received = torch.empty_like(full)
             works = [dist.all_to_all_single(received, full, group=axis.group, async_op=True)]
-
-            def finish():
-                return received.view(n, *shape).sum(0)
-        else:
-            out = full.new_empty(shape)
-            works = [dist.reduce_scatter_tensor(out, full, group=axis.group, async_op=True)]
-
-            def finish():
-                return out
-    return finished(Pending(axis, "reduce_scatter", works, finish), asynchronous)
+            return works, lambda: received.view(n, *shape).sum(0)
+        out = full.new_empty(shape)
+        return [dist.reduce_scatter_tensor(out, full, group=axis.group, async_op=True)], lambda: out
+    return carry_out(axis, "reduce_scatter", full,
+                     (n - 1) * full.numel() // n * full.element_size(), start, asynchronous)
 
 
 def all_to_all(rows, axis, input_splits, output_splits, asynchronous=False):
     """rows (sum of input_splits, ...): the i-th stretch goes to rank i, and output_splits[i] rows
     come from it. Bytes: the rows that go to other ranks."""
-    if axis.size == 1:
-        return finished(Pending(axis, "all_to_all", [], lambda: rows), asynchronous)
-    check_contiguous(rows, axis, "all_to_all")
-    if sum(input_splits) != len(rows):
+    if axis.size > 1 and sum(input_splits) != len(rows):
         raise ValueError(f"all_to_all over {axis.name}: input_splits {list(input_splits)} add up "
                          f"to {sum(input_splits)}, and there are {len(rows)} rows")
+
+    def start():
+        out = rows.new_empty(sum(output_splits), *rows.shape[1:])
+        return [dist.all_to_all_single(out, rows, list(output_splits), list(input_splits),
+                                       axis.group, async_op=True)], lambda: out
     leaving = len(rows) - input_splits[axis.rank]
-    ledger.add(axis, "all_to_all", leaving * rows[:1].numel() * rows.element_size())
-    out = rows.new_empty(sum(output_splits), *rows.shape[1:])
-    with attributed(axis, "all_to_all"):
-        works = [dist.all_to_all_single(out, rows, list(output_splits), list(input_splits),
-                                        axis.group, async_op=True)]
-    return finished(Pending(axis, "all_to_all", works, lambda: out), asynchronous)
+    return carry_out(axis, "all_to_all", rows, leaving * rows[:1].numel() * rows.element_size(),
+                     start, asynchronous)
 
 
 def broadcast(tensor, axis, source=0, asynchronous=False):
     """The tensor of the axis' rank `source` on all, in place. B bytes."""
-    if axis.size == 1:
-        return finished(Pending(axis, "broadcast", [], lambda: tensor), asynchronous)
-    check_contiguous(tensor, axis, "broadcast")
-    ledger.add(axis, "broadcast", tensor.numel() * tensor.element_size())
-    with attributed(axis, "broadcast"):
-        works = [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)]
-    return finished(Pending(axis, "broadcast", works, lambda: tensor), asynchronous)
-
-
-def barrier(axis):
-    """Returns after every rank of the axis has come here."""
-    all_reduce(torch.zeros(1, device=home(axis)), axis)
-
-
-def home(axis):
-    """The device that the axis' backend communicates from."""
-    alone = axis.size == 1 or axis.on_gloo
-    return torch.device("cpu") if alone else torch.device("cuda", torch.cuda.current_device())
+    def start():
+        return [dist.broadcast(tensor, group=axis.group, group_src=source,
+                               async_op=True)], lambda: tensor
+    return carry_out(axis, "broadcast", tensor, tensor.numel() * tensor.element_size(), start,
+                     asynchronous)
 
 
 # ---- the same with gradients ----

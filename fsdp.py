@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 from collectives import (Cut, Label, Mesh, all_gather, all_reduce, difference, label_of, ledger,
-                         on_grad_ready, paired_ratio, reduce_scatter, spawn, verdict)
+                         local_part, on_grad_ready, paired_ratio, reduce_scatter, spawn, verdict)
 
 
 @dataclasses.dataclass
@@ -83,17 +83,20 @@ class Unit:
         self.buffer = self.gathering = self.reducing = self.replicating = None
         self.present, self.reduced, self.summed = False, False, False
         self.touched = set()
-        self.masters = [self._local(self.master, slot).requires_grad_() for slot in self.slots]
+        self.masters = [self.local(self.master, slot).requires_grad_() for slot in self.slots]
         for master, slot in zip(self.masters, self.slots):
             label = label_of(slot.parameter)
             master.label = Label(label.shape, (*label.cuts, Cut(axis.name, 0, axis.size)))
 
-    def _local(self, flat, slot):
-        """This rank's rows of a parameter in a flat shard, without padding; maybe none."""
-        rows = slot.shape[0]
-        part = -(-rows // self.axis.size)
-        start = min(self.axis.rank * part, rows)
-        shape = min(part, rows - start), *slot.shape[1:]
+    def rows(self, slot):
+        """(start, count) of this rank's rows of a parameter, without padding; maybe none."""
+        part = -(-slot.shape[0] // self.axis.size)
+        start = min(self.axis.rank * part, slot.shape[0])
+        return start, min(part, slot.shape[0] - start)
+
+    def local(self, flat, slot):
+        """This rank's rows of a parameter in a flat shard."""
+        shape = self.rows(slot)[1], *slot.shape[1:]
         return flat.detach()[slot.offset:slot.offset + math.prod(shape)].view(shape)
 
     def full(self, slot):
@@ -120,20 +123,21 @@ class Unit:
         self.whole.untyped_storage().resize_(0)
         self.present = False
 
-    def new_buffer(self):
-        self.buffer = self.master.new_empty(self.axis.size, len(self.master))
-
-    def add_gradient(self, slot):
-        """Put a complete gradient into its place in the buffer, or add it, and free it."""
+    def place(self, slot):
+        """(N, size): where a parameter's gradient lies in the buffer, which is made when needed."""
         if self.buffer is None:
-            self.new_buffer()
-        place = self.buffer[:, slot.offset:slot.offset + slot.size]
-        flat = slot.parameter.grad.flatten()
+            self.buffer = self.master.new_empty(self.axis.size, len(self.master))
+        return self.buffer[:, slot.offset:slot.offset + slot.size]
+
+    @torch.no_grad()
+    def add_gradient(self, slot, parameter):
+        """Put a complete gradient into its place in the buffer, or add it, and free it."""
+        place, flat = self.place(slot), parameter.grad.flatten()
         ranks, rest = divmod(len(flat), max(slot.size, 1))  # whole shards, and numbers of the next
         pairs = [(place[:ranks], flat[:ranks * slot.size].view(ranks, -1))]
         if rest:
             pairs.append((place[ranks, :rest], flat[ranks * slot.size:]))
-        if slot.parameter in self.touched:
+        if parameter in self.touched:
             for to, grad in pairs:
                 to.add_(grad)
         else:
@@ -141,8 +145,8 @@ class Unit:
                 place.zero_()  # the padding
             for to, grad in pairs:
                 to.copy_(grad)
-            self.touched.add(slot.parameter)
-        slot.parameter.grad = None
+            self.touched.add(parameter)
+        parameter.grad = None
 
 
 class Boundary(torch.autograd.Function):
@@ -184,9 +188,11 @@ class Sharded:
                                 model, mesh[axis], dtype, wide, device)
                 for axis in ("shard", "efsdp") if any(_axis_name(p) == axis for p in parameters)])
         self.units = [unit for layer in self.layers for unit in layer]
-        self.order = list(names.values())
-        stays = [len(self.layers) - 1] + ([0] if model.head is None else [])
-        self.stays = set(stays)  # the head's matrix is used after the layers, by head_loss
+        masters = {slot.name: master for unit in self.units
+                   for slot, master in zip(unit.slots, unit.masters)}
+        self.masters = [(name, masters[name]) for name in names.values()]
+        # the head's matrix is used after the layers, by head_loss; tied, it is the embedding's
+        self.stays = {len(self.layers) - 1} | ({0} if model.head is None else set())
         self._wrap(model)
         self.refresh()
 
@@ -196,8 +202,7 @@ class Sharded:
         for slot, master in zip(unit.slots, unit.masters):
             before = slot.parameter
             if not before.is_meta:
-                start = axis.rank * -(-slot.shape[0] // axis.size)
-                master.data.copy_(before.data[start:start + len(master)])
+                master.data.copy_(before.data.narrow(0, *unit.rows(slot)))
             slot.parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
             # .data and not the view itself: writes into `whole` must not count as changes of a
             # weight that autograd has saved
@@ -206,16 +211,14 @@ class Sharded:
                 for key, p in module._parameters.items():
                     if p is before:
                         module._parameters[key] = slot.parameter
-            on_grad_ready(slot.parameter, functools.partial(self._ready, unit, slot))
+            on_grad_ready(slot.parameter, functools.partial(unit.add_gradient, slot))
         if self.level == 3:
             unit.release()
         return unit
 
     def named_masters(self):
         """(global name, this rank's rows in float32), as the model names them."""
-        found = {slot.name: master for unit in self.units
-                 for slot, master in zip(unit.slots, unit.masters)}
-        return [(name, found[name]) for name in self.order]
+        return self.masters
 
     def refresh(self):
         """The masters have changed: the compute copies are gathered when they are next used."""
@@ -253,16 +256,17 @@ class Sharded:
 
     def _need(self, index, ahead=None):
         """Have a layer's parameters here, and those of layer `ahead` on the way."""
-        for unit in self.layers[index]:
-            if not (unit.present or unit.gathering):
-                unit.start_gather()
+        self._start(index)
         for unit in self.layers[index]:
             if not unit.present:
                 unit.finish_gather()
         if ahead is not None and ahead < len(self.layers):
-            for unit in self.layers[ahead]:
-                if not (unit.present or unit.gathering):
-                    unit.start_gather()
+            self._start(ahead)
+
+    def _start(self, index):
+        for unit in self.layers[index]:
+            if not (unit.present or unit.gathering):
+                unit.start_gather()
 
     def _release(self, index):
         if self.level == 3:
@@ -282,10 +286,6 @@ class Sharded:
         for later in range(len(self.layers) - 1, index - 1, -1):
             self._reduce(later)
 
-    @torch.no_grad()
-    def _ready(self, unit, slot, parameter):
-        unit.add_gradient(slot)
-
     # -- gradients
 
     def begin(self, last):
@@ -302,11 +302,9 @@ class Sharded:
         for unit in self.layers[index]:
             if unit.reduced:
                 continue
-            if unit.buffer is None:
-                unit.new_buffer()
             for slot in unit.slots:
                 if slot.parameter not in unit.touched:
-                    unit.buffer[:, slot.offset:slot.offset + slot.size].zero_()
+                    unit.place(slot).zero_()
             self._complete()  # one reduction at a time: no more than two buffers exist
             unit.reducing = reduce_scatter(unit.buffer.view(-1), unit.axis, asynchronous=True)
             unit.reduced = True
@@ -342,7 +340,7 @@ class Sharded:
                 unit.replicating.wait()
             unit.replicating, unit.summed = None, False
             for slot, master in zip(unit.slots, unit.masters):
-                master.grad = unit._local(unit.grad, slot)
+                master.grad = unit.local(unit.grad, slot)
             if self.level == 1:
                 unit.grad = None
 
@@ -423,18 +421,14 @@ def check_level(level, mesh, rows, alone, worst):
     ledger.clear()
     grads = train_steps(model, sharded, rows)
     sent = ledger.by_axis().get("shard", 0) // 2
-    n, axis = mesh["shard"].size, mesh["shard"]
-    predicted = bytes_sent([len(u.master) for u in sharded.units], level, 8, n, 2)
+    masters = dict(sharded.named_masters())
+    predicted = bytes_sent([len(u.master) for u in sharded.units], level, 8, mesh["shard"].size, 2)
     worst[f"level {level}: bytes sent are the formula's"] = float(sent != predicted)
     for kind, found, expected in (("gradients", grads, alone[0]),
-                                  ("weights", dict(sharded.named_masters()), alone[1])):
-        differences = []
-        for name, part in found.items():
-            rows_each = -(-len(expected[name]) // n)
-            mine = expected[name][axis.rank * rows_each:][:len(part)]
-            if len(part):
-                differences.append(difference(part, mine))
-        worst[f"level {level}: {kind} of {len(found)} parameters"] = max(differences)
+                                  ("weights", masters, alone[1])):
+        worst[f"level {level}: {kind} of {len(found)} parameters"] = max(
+            difference(part, local_part(expected[name], label_of(masters[name]), mesh))
+            for name, part in found.items() if len(part))
     return f"level {level} sent {sent:,} bytes a step"
 
 
@@ -516,6 +510,7 @@ def bench(rank, n, rounds):
     """Whole steps of a dense model of 10 M parameters beside torch's fully_shard."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from ddp import bench_step
     from model import built, make_config
     from train import keep_freed_memory
     keep_freed_memory()
@@ -529,21 +524,11 @@ def bench(rank, n, rounds):
     tokens = torch.randint(512, (2, 64))
     masters = [m for _, m in sharded.named_masters()]
 
-    def step(model, parameters, reducer=None):
-        if reducer:
-            reducer.begin(last=True)
-        model(tokens).square().mean().backward()
-        if reducer:
-            reducer.end()
-        with torch.no_grad():
-            for p in parameters:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-1e-6)
-                    p.grad = None
-        if reducer:
-            reducer.refresh()
-    ratio, seconds = paired_ratio(lambda: step(ours, masters, sharded),
-                                  lambda: step(theirs, list(theirs.parameters())), rounds)
+    def step():
+        bench_step(ours, tokens, masters, sharded)
+        sharded.refresh()
+    ratio, seconds = paired_ratio(
+        step, lambda: bench_step(theirs, tokens, list(theirs.parameters())), rounds)
     if rank == 0:
         numbers = sum(p.numel() for p in built(config).parameters())
         print(f"{n} ranks, {numbers / 1e6:.1f} M parameters: {seconds * 1e3:.0f} ms a step, "

@@ -28,10 +28,7 @@ Course: 02:19:12 KV cache and arithmetic intensity, 03:02:56 coding MLA, 03:15:3
 """
 import argparse
 import dataclasses
-import math
-import statistics
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
@@ -321,22 +318,9 @@ def demo():
     return 1 if failed or not checks else 0
 
 
-def paired(a, b, rounds=9):
-    """Median of seconds(a) / seconds(b), run in turn, and the middle values that hold the median
-    with 95 % confidence."""
-    def seconds(function):
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
-    a(), b()
-    ratios = sorted(seconds(a) / seconds(b) for _ in range(rounds))
-    reach = math.ceil(0.98 * math.sqrt(rounds))
-    low, high = ratios[max(rounds // 2 - reach, 0)], ratios[min(rounds // 2 + reach, rounds - 1)]
-    return f"{statistics.median(ratios):.2f} x [{low:.2f}, {high:.2f}]"
-
-
 def bench():
     """Padded values beside values as they are; decoding absorbed beside expanded."""
+    from collectives import paired_ratio
     for s, wide, narrow in ((256, 24, 16), (512, 96, 64), (1024, 96, 64), (1024, 192, 128)):
         q, k, v = (torch.randn(1, s, 8, w, requires_grad=True) for w in (wide, wide, narrow))
         pull = torch.randn(1, s, 8, narrow)
@@ -348,7 +332,7 @@ def bench():
             attend(q, k, v, 0.1).backward(pull)
         chosen = "padded" if pad_values(v, wide) is not v else "unpadded"
         print(f"attention forward and backward, {s} keys, values padded from {narrow} to {wide} / "
-              f"not: {paired(padded, unpadded)}, chosen: {chosen}")
+              f"not: {paired_ratio(padded, unpadded)[0]} x, chosen: {chosen}")
     attn = MLA(1024, 16, 0, 512, 128, 64, 128, 1e-6, 192 ** -0.5)
     cache, position = attn.new_cache(1, 2048), torch.tensor([2047])
     table = rope.rotary_table(position, rope.inverse_frequencies(64, 1e4), 2048)
@@ -358,7 +342,7 @@ def bench():
         with torch.no_grad():
             attn(torch.ones(1, 1, 1024), table, position, cache=cache)
     print(f"decoding a token on 2,048 cached ones (V2-Lite's heads), absorbed / expanded: "
-          f"{paired(lambda: decode(True), lambda: decode(False))}")
+          f"{paired_ratio(lambda: decode(True), lambda: decode(False))[0]} x")
     return 0
 
 

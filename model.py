@@ -27,9 +27,7 @@ import difflib
 import functools
 import hashlib
 import math
-import statistics
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +36,7 @@ from torch.utils.checkpoint import checkpoint as repeat_forward
 
 import rope
 from mla import MLA, attend, cache_mask, document_mask, write_cache
-from moe import Experts, MoE, Router, SwiGLU
+from moe import Experts, MoE, Router, SwiGLU, difference
 
 IGNORED = -100  # the label of a position that has no target
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -682,11 +680,6 @@ def built(config, seed=0, dtype=torch.float32, device="cpu"):
     return initialise(model, seed, device, dtype)
 
 
-def difference(a, b):
-    """max |a - b| / max |b|."""
-    return ((a - b).abs().max() / b.abs().max().clamp(min=1e-300)).item()
-
-
 def loss_and_grads(model, tokens, labels):
     loss = model.head_loss(model(tokens, balance_seed=1.0), labels)
     loss.backward()
@@ -732,20 +725,16 @@ def demo():
 def bench():
     """Time RMSNorm beside its formula, and whole training steps beside the matrix-product peak."""
     import train
+    from collectives import paired_ratio
     train.keep_freed_memory()
     x = torch.randn(8192, 512, requires_grad=True)
     norm, grad = nn.RMSNorm(512, 1e-6), torch.randn(8192, 512)
 
-    def seconds(function):
-        start = time.perf_counter()
-        function(x).backward(grad)
-        return time.perf_counter() - start
-
     def unfused(x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm.weight
 
-    ratios = [seconds(norm) / seconds(unfused) for _ in range(12)][1:]
-    print(f"RMSNorm forward and backward, torch's fused / formula: {statistics.median(ratios):.2f}")
+    ratio, _ = paired_ratio(lambda: norm(x).backward(grad), lambda: unfused(x).backward(grad), 11)
+    print(f"RMSNorm forward and backward, torch's fused / formula: {ratio}")
     for name in ("small-dense", "small"):
         train.bench(name)
 

@@ -23,9 +23,7 @@ Course: 16:49:58 mixture of experts from first principles.
 """
 import argparse
 import math
-import statistics
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
@@ -449,6 +447,7 @@ def demo():
 
 def bench(rounds=9):
     """Forward and backward of a MoE layer over those of a dense layer of equal active FLOPs."""
+    from collectives import paired_ratio
     from train import keep_freed_memory
     keep_freed_memory()
     for dim, width, experts, k, shared, tokens in (
@@ -458,15 +457,10 @@ def bench(rounds=9):
         x = torch.randn(1, tokens, dim, requires_grad=True)
         pull = torch.randn_like(x)
 
-        def seconds(layer):
-            start = time.perf_counter()
-            layer(x).backward(pull)
-            return time.perf_counter() - start
-        seconds(moe), seconds(dense)
-        ratios = sorted(seconds(moe) / seconds(dense) for _ in range(rounds))
+        ratio, _ = paired_ratio(lambda: moe(x).backward(pull), lambda: dense(x).backward(pull),
+                                rounds)
         print(f"dim {dim}, {experts} experts of {width}, top {k}, {shared} shared, "
-              f"{tokens * k // experts} tokens per expert: {statistics.median(ratios):.2f} x the "
-              f"dense layer [{ratios[1]:.2f}, {ratios[-2]:.2f}]")
+              f"{tokens * k // experts} tokens per expert: {ratio} x the dense layer")
     return 0
 
 

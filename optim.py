@@ -18,9 +18,7 @@ Course: 15:41:22 metrics, optimizers, schedulers; course C: formats, master weig
 """
 import argparse
 import math
-import statistics
 import sys
-import time
 
 import torch
 
@@ -312,41 +310,30 @@ def demo():
     return 1 if failed or not checks else 0
 
 
-def paired_ratio(a, b, rounds=15):
-    """Median of seconds(a) / seconds(b), run in turn, with the 95 % interval of that median."""
-    def seconds(function):
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
-    for function in (a, b):
-        function()
-    ratios = sorted(seconds(a) / seconds(b) for _ in range(rounds))
-    spread = 0.98 * math.sqrt(rounds)  # order statistics: half +- 1.96 sqrt(n) / 2
-    low = max(math.floor(rounds / 2 - spread), 0)
-    high = min(math.ceil(rounds / 2 + spread), rounds - 1)
-    return f"{statistics.median(ratios):.2f} [{ratios[low]:.2f}, {ratios[high]:.2f}]"
-
-
 def bench():
     """AdamW fused beside foreach, a 16-bit step's extra copy beside a float32 step, and backward
     with the accumulating hooks beside backward that adds in bfloat16."""
+    from collectives import paired_ratio
+
+    def ratio(a, b):
+        return paired_ratio(a, b, 15)[0]
     parameters = [torch.randn(512, 1408, requires_grad=True) for _ in range(24)]
     for p in parameters:
         p.grad = torch.randn_like(p)
     fused = torch.optim.AdamW(parameters, fused=True)
     foreach = torch.optim.AdamW(parameters, foreach=True)
-    print(f"AdamW, 17 M parameters, fused / foreach: {paired_ratio(fused.step, foreach.step)}")
+    print(f"AdamW, 17 M parameters, fused / foreach: {ratio(fused.step, foreach.step)}")
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 1408, bias=False) for _ in range(24)])
     precision = MixedPrecision(model, torch.bfloat16)
     print(f"refreshing bfloat16 copies / fused AdamW: "
-          f"{paired_ratio(precision.refresh, fused.step)}")
+          f"{ratio(precision.refresh, fused.step)}")
     plain, hooked = (torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False)
                                            for _ in range(24)]) for _ in range(2))
     plain.bfloat16()
     MixedPrecision(hooked, torch.bfloat16)
     x = torch.randn(512, 256, dtype=torch.bfloat16)
     print(f"forward and backward of 512 tokens, hooks / none: "
-          f"{paired_ratio(lambda: hooked(x).sum().backward(), lambda: plain(x).sum().backward())}")
+          f"{ratio(lambda: hooked(x).sum().backward(), lambda: plain(x).sum().backward())}")
     return 0
 
 

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -2607,13 +2608,14 @@ def _ddp_buckets(rank, n):
     pointers = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     sizes = [bucket.flat.numel() * 4 for bucket in replicas.buckets]
     order = [p for bucket in replicas.buckets for p in bucket.views]
-    return (sizes, during, len(pointers), order == list(model.parameters())[::-1] or None,
+    return (sizes, during, len(pointers), order == list(model.parameters())[::-1],
             collectives.ledger.by_axis()["dp"], replicas.buckets[0].flat[:4].tolist())
 
 
 def test_gradients_live_in_buckets_that_are_reduced_during_the_last_backward_alone():
     answers = ranks(3, _ddp_buckets)
-    for sizes, during, storages, _, sent, first in answers:
+    for sizes, during, storages, reversed_order, sent, first in answers:
+        assert reversed_order
         assert len(sizes) >= 2 and during == len(sizes)  # all were on their way before end()
         assert storages == len(sizes)
         assert sent == sum(2 * size * 2 // 3 for size in sizes)
@@ -2661,7 +2663,8 @@ def _fsdp_level(rank, n, level, sizes, options):
     (5, dict(fsdp=5), ["num_experts=3"])])
 def test_shards_have_the_gradients_and_weights_of_one_process(level, n, sizes, options):
     """Tied weights, rows that do not divide, fewer rows than ranks, replicas of shards."""
-    for worst, empty, sent, shards in ranks(n, _fsdp_level, level, sizes, options):
+    answers = ranks(n, _fsdp_level, level, sizes, options)
+    for worst, _, sent, shards in answers:
         assert worst < 1e-10
         size = sizes.get("fsdp", 1)
         stay = shards[0] + shards[-2] + shards[-1]
@@ -2671,7 +2674,8 @@ def test_shards_have_the_gradients_and_weights_of_one_process(level, n, sizes, o
         replicas = sizes.get("dp", 1)
         assert sent.get("dp", 0) == 2 * 2 * 8 * (replicas - 1) * sum(
             -(-shard // replicas) for shard in shards)
-    assert any(empty for _, empty, *_ in ranks(5, _fsdp_level, 3, dict(fsdp=5), ["num_experts=3"]))
+    if n == 5:
+        assert any(empty for _, empty, *_ in answers)
 
 
 class _FsdpGathered(TorchDispatchMode):
@@ -2692,19 +2696,20 @@ def _fsdp_peak(rank, n, recompute):
     model = built(make_config("tiny", ["n_layers=5"]), dtype=torch.float64)
     apply_recompute(model, recompute)
     sharded = fsdp.Sharded(model, collectives.Mesh(n, rank, fsdp=n), 3, torch.float64)
-    between = [sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-                    for p in model.parameters()}.values())]
+
+    def held():
+        return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                    for p in model.parameters()}.values())
+    between = [held()]
     tokens = torch.randint(256, (2, 16))
     with _FsdpGathered(model) as watched:
         sharded.begin(last=True)
         model.head_loss(model(tokens), tokens).backward()
         sharded.end()
-    between.append(sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-                        for p in model.parameters()}.values()))
+    between.append(held())
     with torch.no_grad():
         model.head_loss(model(tokens), tokens)
-    between.append(sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-                        for p in model.parameters()}.values()))
+    between.append(held())
     layers = [sum(8 * unit.whole.numel() for unit in layer) for layer in sharded.layers]
     return watched.peak, between, layers
 
@@ -2733,14 +2738,9 @@ def test_memory_between_steps_is_the_formulas(n, level):
 
 
 def _fsdp_unused(rank, n, level):
-    """A block that only rank 0 uses, whose ffn no rank uses: nothing hangs, zeros are zeros."""
+    """A block that only rank 0 uses: nothing hangs, the others count as zeros."""
     config = make_config("tiny-dense", ["n_layers=3", "n_dense_layers=3"])
-
-    def made():
-        model = built(config, dtype=torch.float64)
-        model.blocks["1"].ffn.w1.weight.requires_grad_(True)
-        return model
-    alone, model = made(), made()
+    alone, model = (built(config, dtype=torch.float64) for _ in range(2))
     sharded = fsdp.Sharded(model, collectives.Mesh(n, rank, fsdp=n), level, torch.float64)
 
     def loss(model, r):
@@ -2826,16 +2826,17 @@ def pytest_generate_tests(metafunc):
             word for word in case[1] if not word.startswith("--")))
 
 
-def _layout_parity(rank, n, flags):
-    said, before = [], os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(n)
-    try:
-        args = train.build_parser().parse_args(["--check-parity", *flags])
+def _layout_plan(rank, n, flags):
+    """(plan, mesh) of train.py with these flags, on the ranks of the pool."""
+    args = train.build_parser().parse_args(flags)
+    with unittest.mock.patch.dict(os.environ, WORLD_SIZE=str(n)):
         plan = train.prepare(args, train.quiet)
-        mesh = collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp)
-        return train.check_parity(plan, mesh, said.append), said
-    finally:
-        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+    return plan, collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp)
+
+
+def _layout_parity(rank, n, flags):
+    said = []
+    return train.check_parity(*_layout_plan(rank, n, ["--check-parity", *flags]), said.append), said
 
 
 def test_any_layout_is_the_same_run(layout_case, train_text):
@@ -2869,24 +2870,17 @@ def test_a_wrong_layout_is_found(how, layout, train_text):
 
 def _layout_run(rank, n, flags, validate=True):
     """Train by the flags on the ranks of the pool; the metrics, and on rank 0 all weights."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(n)
-    try:
-        args = train.build_parser().parse_args(flags)
-        plan = train.prepare(args, train.quiet)
-        mesh = collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp)
-        run, found = train.build(plan, mesh, train.quiet), []
-        dist.barrier()  # all have looked into --out before one writes there
-        while run.step < train.last_step(args):
-            found.append(train.train_step(run))
-        if args.out:
-            train.save(run)
-        validation = train.evaluate(run) if validate else None
-        weights = train.assemble({("weight", name): train.piece(m.detach().clone(), m, mesh)
-                                  for name, m in run.owner.named_masters()}, mesh)
-        return found, validation, weights
-    finally:
-        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+    plan, mesh = _layout_plan(rank, n, flags)
+    run, found = train.build(plan, mesh, train.quiet), []
+    dist.barrier()  # all have looked into --out before one writes there
+    while run.step < train.last_step(run.args):
+        found.append(train.train_step(run))
+    if run.args.out:
+        train.save(run)
+    validation = train.evaluate(run) if validate else None
+    weights = train.assemble({("weight", name): train.piece(m.detach().clone(), m, mesh)
+                              for name, m in run.owner.named_masters()}, mesh)
+    return found, validation, weights
 
 
 CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
@@ -2947,25 +2941,19 @@ def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text)
 
 def _layout_overflow(rank, n, flags):
     """fp16 steps in which only rank 1's gradient overflows, at the second step."""
-    os.environ["WORLD_SIZE"] = str(n)
-    try:
-        args = train.build_parser().parse_args(flags)
-        plan = train.prepare(args, train.quiet)
-        run = train.build(plan, collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp), train.quiet)
-        plain, seen = run.model.head_loss, []
+    run = train.build(*_layout_plan(rank, n, flags), train.quiet)
+    plain, seen = run.model.head_loss, []
 
-        def head_loss(hidden, labels, seed):
-            if rank == 1 and run.step == 1:
-                hidden = hidden * torch.tensor(1.0).to(hidden.dtype)
-                hidden.register_hook(lambda grad: grad * math.inf)
-            return plain(hidden, labels, seed)
-        run.model.head_loss = head_loss
-        for _ in range(3):
-            found = train.train_step(run)
-            seen.append((found["skipped"], found["loss_scale"], run.updates))
-        return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
-    finally:
-        os.environ.pop("WORLD_SIZE")
+    def head_loss(hidden, labels, seed):
+        if rank == 1 and run.step == 1:
+            hidden = hidden * torch.tensor(1.0).to(hidden.dtype)
+            hidden.register_hook(lambda grad: grad * math.inf)
+        return plain(hidden, labels, seed)
+    run.model.head_loss = head_loss
+    for _ in range(3):
+        found = train.train_step(run)
+        seen.append((found["skipped"], found["loss_scale"], run.updates))
+    return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
 
 
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"]])

@@ -47,7 +47,7 @@ import optim
 from collectives import (CollectiveError, Mesh, all_reduce, counts_here, label_of, ledger,
                          local_part, local_region, mesh_sizes)
 from ddp import Replicas
-from fsdp import Sharded
+from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
                    count_parameters, flops_per_token, full_value, generate, initialise, make_config,
                    override_config, sample, starting_part, zero_buffers)
@@ -212,12 +212,17 @@ def check_flags(args):
         check_compiler()
 
 
+def launched():
+    """(rank, world_size) as torchrun started this process; one rank alone without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def check_layout(args):
     """Fill in --dp and --zero. Raises ValueError when the ranks that were started are not those of
     the layout, or the batch can't be divided among them."""
     if args.dp is not None and args.dp < 1:
         raise ValueError(f"--dp {args.dp} must be at least 1")
-    sizes, _ = mesh_sizes(int(os.environ.get("WORLD_SIZE", 1)), dp=args.dp, fsdp=args.fsdp)
+    sizes, _ = mesh_sizes(launched()[1], dp=args.dp, fsdp=args.fsdp)
     args.dp = sizes["dp"]
     args.zero = (3 if args.fsdp > 1 else 0) if args.zero is None else args.zero
     readers = args.dp * args.fsdp
@@ -270,6 +275,7 @@ class Run(Plan):
     model: Transformer
     owner: object    # of master weights: optim.MixedPrecision or fsdp.Sharded
     reducer: object  # of gradients over ranks: ddp.Replicas, fsdp.Sharded, or None on one rank
+    counted: list    # masters whose gradients this rank adds to the norm: each part stands once
     optimizer: torch.optim.Optimizer
     scaler: optim.LossScaler
     peak_flops: float | None = None
@@ -335,7 +341,9 @@ def build(plan, mesh, report=print):
             model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()})
     optimizer = optim.make_optimizer(
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
-    run = Run(**vars(plan), mesh=mesh, model=model, owner=owner, reducer=reducer,
+    counted = [master for _, master in owner.named_masters()
+               if counts_here(label_of(master), mesh)]
+    run = Run(**vars(plan), mesh=mesh, model=model, owner=owner, reducer=reducer, counted=counted,
               optimizer=optimizer, scaler=optim.LossScaler(dtype))
     if plan.resumed:
         load(run, plan.resumed, report)
@@ -382,13 +390,11 @@ def available_memory(device):
 def training_bytes(args):
     """Bytes per parameter on this rank: itself and, when training, gradient, master weight,
     optimizer state (the table of fsdp.py)."""
-    wide, compute = (8, 8) if args.dtype == "fp64" else (4, DTYPES[args.dtype].itemsize)
-    moments = 2 * wide if args.optimizer == "adamw" else 0
-    if args.zero:
-        whole = (compute if args.zero < 3 else 0) + (wide if args.zero == 1 else 0)
-        return whole + ((0 if args.zero == 1 else wide) + wide + moments) / args.fsdp
-    copies = compute if compute < wide else 0
-    return copies + wide + (0 if args.eval_only else wide + moments)
+    parameters, gradients, moments = bytes_held(
+        1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp)
+    if args.eval_only and not args.zero:
+        return parameters
+    return parameters + gradients + (moments if args.optimizer == "adamw" else 0)
 
 
 def refuse_too_large(name, config, device, bytes_each):
@@ -523,11 +529,9 @@ def sum_over_ranks(run, loss, asked):
     """The step's sums: token loss, gradient norm (scaled as the gradients are), balance loss; the
     layers' token counts in place. One message: all of it is a few numbers in float64.
 
-    A part that several ranks hold is counted on the first of them.
+    A part that several ranks hold is counted on the first of them (run.counted).
     """
-    held = [master for _, master in run.owner.named_masters()
-            if counts_here(label_of(master), run.mesh)]
-    norm = float(optim.gradient_norm(held))
+    norm = float(optim.gradient_norm(run.counted))
     layers = moe_layers(run.model)
     balance = sum(float(layer.balance_loss) for layer in layers)
     sums = torch.tensor([loss, norm * norm, balance, float(bool(asked))], dtype=torch.float64,
@@ -650,9 +654,9 @@ def saved_tensors(run):
     masters = dict(run.owner.named_masters())
     tensors = model_pieces(run)
     for name, tensor in checkpoint.optimizer_tensors(run.optimizer, masters).items():
-        master = masters[name.split(".", 2)[2]]
-        scalar = tensor.dim() == 0
-        tensors[name] = tensor if scalar else piece(tensor, master, run.mesh)
+        if tensor.dim():
+            tensor = piece(tensor, masters[name.split(".", 2)[2]], run.mesh)
+        tensors[name] = tensor
     return tensors
 
 
@@ -1009,7 +1013,7 @@ def check_parity(plan, mesh, report=print):
 def join(plan):
     """Form the process group of the ranks that torchrun started. Returns the store that they all
     reach, which outlives a failed collective; None for one process."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if launched()[1] == 1:
         return None
     store, rank, world_size = next(dist.rendezvous("env://"))
     if plan.device.type == "cuda":
@@ -1052,9 +1056,8 @@ def end_abandoned(store, rank, world_size, error, patience=4.0):
 
 def run_plan(plan, report):
     """Everything after the group has formed. Returns the exit code."""
-    args = plan.args
-    mesh = Mesh(int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)), dp=args.dp,
-                fsdp=args.fsdp)
+    args, (rank, world_size) = plan.args, launched()
+    mesh = Mesh(world_size, rank, dp=args.dp, fsdp=args.fsdp)
     if args.check_parity:
         return check_parity(plan, mesh, report)
     try:
@@ -1078,8 +1081,7 @@ def main(argv=None):
     """Check, form the group, train, validate. Returns the exit code."""
     args = build_parser().parse_args(argv)
     keep_freed_memory()
-    rank, world_size = (int(os.environ.get(key, default)) for key, default in
-                        (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world_size = launched()
     report = print if rank == 0 else quiet  # one rank speaks for all
     try:
         plan = prepare(args, report)
