@@ -416,17 +416,18 @@ def carry_out(axis, operation, tensor, sent_bytes, start, asynchronous):
     return pending if asynchronous else pending.wait()
 
 
-SMALL = 2 ** 17  # bytes up to which gathering all and adding them up here beats gloo's ring
+SMALL = 2 ** 15  # bytes up to which gathering all and adding them up here beats gloo's ring
 
 
 def all_reduce(tensor, axis, op="sum", asynchronous=False):
     """The sum (or "max") over the axis, in place. 2 B (N-1)/N bytes per rank, B padded to N parts.
 
-    On gloo small tensors are gathered and added up here: 1.4 to 3 times faster below 128 KB.
+    On gloo small tensors are gathered and added up here: 1.1 to 2.5 times faster up to 32 KB.
     """
     n, size, width = axis.size, tensor.numel(), tensor.element_size()
 
     def start():
+        """The backend's own, or each rank's tensor to every other one."""
         if not axis.on_gloo or size * width > SMALL:
             kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
             return [dist.all_reduce(tensor, kind, axis.group, async_op=True)], lambda: tensor

@@ -30,6 +30,9 @@ P_stay = embedding, last block, norm and head. With replicas (HSDP: dp x fsdp) t
 gradients are all-reduced over dp once a step, 2 G/N (dp-1)/dp bytes. --recompute gathers no more:
 it repeats a block's forward after the gather for backward. Levels 2 and 3 reduce every microbatch.
 
+At its peak level 3 holds, beside its shards, the last block and the head (or one larger block), one
+layer on its way, and the gradients of one layer while those of the next are made.
+
 Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (2304.11277), MiCS (2205.00119) for HSDP.
 Course: 10:49:41 device meshes, DDP and FSDP; course C: ZeRO stages 1 to 3.
 
@@ -40,6 +43,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import importlib
 import math
 import sys
 
@@ -540,5 +544,7 @@ if __name__ == "__main__":
     flags.add_argument("--bench", action="store_true", help="timings instead of checks")
     if flags.parse_args().bench:
         sys.exit(max(spawn(bench, n, 9) for n in (2, 4)))
-    import torch._dynamo  # AdamW wants it: imported once here, not by every forked rank
+    for name in ("torch._dynamo", "model", "optim", "ddp"):  # AdamW wants the first
+        importlib.import_module(name)  # once here, not by every forked rank
+    gc.freeze()  # live_bytes() need not look through what was here before the first tensor
     sys.exit(spawn(show, 3))

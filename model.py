@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint as repeat_forward
 
 import rope
 from mla import MLA, attend, cache_mask, document_mask, write_cache
-from moe import Experts, MoE, Router, SwiGLU, difference
+from moe import Experts, MoE, Router, SwiGLU, check_routing, difference
 
 IGNORED = -100  # the label of a position that has no target
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -132,20 +132,8 @@ class ModelConfig:
         refuse_if(self.original_seq_len < self.max_seq_len and self.rope_factor < 1,
                   "rope_factor={rope_factor} must be at least 1")
         if self.num_experts:
-            self._check_routing(refuse_if)
-
-    def _check_routing(self, refuse_if):
-        refuse_if(self.score_func not in ("sigmoid", "softmax"),
-                  "score_func={score_func!r}: use sigmoid or softmax")
-        legal = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-        refuse_if(self.n_group not in legal, "n_group={n_group} does not divide "
-                  f"num_experts={{num_experts}}; use one of {legal}")
-        refuse_if(self.topk_group > self.n_group,
-                  "topk_group={topk_group} is more than n_group={n_group}")
-        reachable = self.num_experts // self.n_group * self.topk_group
-        refuse_if(self.top_k > reachable, "top_k={top_k} experts a token, but only "
-                  f"{reachable} can be reached (num_experts={{num_experts}}, n_group={{n_group}}, "
-                  "topk_group={topk_group})")
+            check_routing(self.num_experts, self.top_k, self.score_func, self.n_group,
+                          self.topk_group)
 
 
 def _deepseek(**changes):
@@ -603,6 +591,11 @@ def count_parameters(config):
     return counts
 
 
+def total_parameters(config):
+    """(all parameters, those that one token uses)."""
+    return tuple(map(sum, zip(*count_parameters(config).values())))
+
+
 def flops_per_token(config, seq_len, causal=True):
     """Training FLOPs per token: 6 for each matrix parameter a token uses (2 forward, 4 backward;
     head included, embedding look-up and norms not), and attention's 6 for each of q k and p v.
@@ -620,7 +613,7 @@ def print_counts(name, config, seq_len):
     """The table of `python model.py count`."""
     counts = count_parameters(config)
     rows = [(part, *counts[part]) for part in counts if counts[part][0]]
-    rows.append(("total", *(sum(n[i] for n in counts.values()) for i in (0, 1))))
+    rows.append(("total", *total_parameters(config)))
     print(f"{name:18}{'parameters':>20}{'active per token':>20}")
     for part, total, active in rows:
         print(f"{part:18}{total:20,}{active:20,}")
@@ -693,7 +686,7 @@ def demo():
     for name, config in PRESETS.items():
         with torch.device("meta"):
             held = sum(p.numel() for p in Transformer(config).parameters())
-        total, active = (sum(n[i] for n in count_parameters(config).values()) for i in (0, 1))
+        total, active = total_parameters(config)
         worst["parameter formulas"] = max(worst.get("parameter formulas", 0), abs(held - total))
         print(f"{name:18}{total:18,}{active:18,}{flops_per_token(config, 4096) / 1e9:13,.2f}")
 

@@ -149,25 +149,35 @@ class Rearrange(torch.autograd.Function):
         return grad, None, None, None
 
 
+def check_routing(num_experts, top_k, score_func, n_group, topk_group):
+    """Raises ValueError, naming the fields, for a choice of experts that no router can make."""
+    if score_func not in ("sigmoid", "softmax"):
+        raise ValueError(f"score_func={score_func!r}: use sigmoid or softmax")
+    legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+    if n_group not in legal:
+        raise ValueError(f"n_group={n_group} does not divide num_experts={num_experts}; use one of "
+                         f"{legal}")
+    if topk_group > n_group:
+        raise ValueError(f"topk_group={topk_group} is more than n_group={n_group}")
+    reachable = num_experts // n_group * topk_group
+    if top_k > reachable:
+        raise ValueError(f"top_k={top_k} experts a token, but only {reachable} can be reached "
+                         f"(num_experts={num_experts}, n_group={n_group}, topk_group={topk_group})")
+
+
 class Router(nn.Module):
     """Scores every expert for every token and chooses top_k of them.
 
     score_func sigmoid (V3) or softmax (V2); route_norm divides the chosen scores by their sum;
     route_scale multiplies the gate weights; with n_group > 1 a token chooses among the experts of
     its best topk_group groups only. Scores are float32 (float64 when training in float64).
-    Raises ValueError for another score_func, or when fewer than top_k experts can be reached.
+    Raises ValueError as check_routing() does.
     """
 
     def __init__(self, dim, num_experts, top_k, score_func="sigmoid", route_norm=True,
                  route_scale=1.0, n_group=1, topk_group=1):
         super().__init__()
-        reachable = num_experts // n_group * topk_group
-        if top_k > reachable or num_experts % n_group or topk_group > n_group:
-            raise ValueError(f"top_k={top_k} of {reachable} experts that can be reached "
-                             f"(num_experts={num_experts}, n_group={n_group}, topk_group="
-                             f"{topk_group}); n_group must divide num_experts")
-        if score_func not in ("sigmoid", "softmax"):
-            raise ValueError(f"score_func={score_func!r}: use sigmoid or softmax")
+        check_routing(num_experts, top_k, score_func, n_group, topk_group)
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         nn.init.normal_(self.weight, std=0.02)
         self.top_k, self.score_func, self.route_norm = top_k, score_func, route_norm

@@ -49,8 +49,8 @@ from collectives import (CollectiveError, Mesh, all_reduce, counts_here, label_o
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
-                   count_parameters, flops_per_token, full_value, generate, initialise, make_config,
-                   override_config, sample, starting_part, zero_buffers)
+                   flops_per_token, full_value, generate, initialise, make_config, override_config,
+                   sample, starting_part, total_parameters, zero_buffers)
 from moe import max_violation, moe_layers, reset_counts, update_expert_bias
 
 # Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
@@ -392,14 +392,14 @@ def training_bytes(args):
     optimizer state (the table of fsdp.py)."""
     parameters, gradients, moments = bytes_held(
         1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp)
-    if args.eval_only and not args.zero:
-        return parameters
+    if args.eval_only:  # levels 2 and 3 have their shard of the gradients from the start
+        return parameters + (gradients if args.zero > 1 else 0)
     return parameters + gradients + (moments if args.optimizer == "adamw" else 0)
 
 
 def refuse_too_large(name, config, device, bytes_each):
     """Raises ValueError when the parameters, at bytes_each, do not fit the device's free memory."""
-    number = sum(total for total, _ in count_parameters(config).values())
+    number, _ = total_parameters(config)
     free = available_memory(device)
     if device.type == "cpu":  # which the ranks of a machine share
         free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -792,6 +792,7 @@ def stop_signals(asked, timeout=math.inf):
         asked.append(signal.Signals(number).name)
 
     def watch():
+        """Wait for the byte, then see to it that no collective takes too long."""
         if not reader.recv(1):
             return
         woken = time.monotonic()
@@ -833,8 +834,7 @@ def profiler(run):
 def describe(run):
     """What this run is, before its first line of progress."""
     args, config = run.args, run.model.config
-    counts = count_parameters(config).values()
-    total, active = (sum(n[i] for n in counts) for i in (0, 1))
+    total, active = total_parameters(config)
     print(f"{args.model or 'tiny'}: {total:,} parameters, {active:,} active per token; "
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
