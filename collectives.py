@@ -514,9 +514,15 @@ class Pair(torch.autograd.Function):
         return ctx.way_back(grad.contiguous()), None, None
 
 
-def along(dim, function, x, axis):
-    """function(x, axis), which works on the first dimension, on dimension `dim`."""
-    return function(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim).contiguous()
+def gather_dim(x, axis, dim):
+    """all_gather() along dimension `dim`."""
+    return all_gather(x.contiguous()[None], axis).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter_dim(x, axis, dim):
+    """reduce_scatter() along dimension `dim`."""
+    parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
+    return reduce_scatter(parts.contiguous(), axis)[0]
 
 
 def own_slice(x, axis, dim):
@@ -541,26 +547,26 @@ def sum_over_ranks(x, axis):
 def gather_along(x, axis, dim=0):
     """Shards become the whole, used on every rank for a part of the work.
     Forward: all-gather. Backward: reduce-scatter."""
-    return Pair.apply(x, lambda x: along(dim, all_gather, x, axis),
-                      lambda grad: along(dim, reduce_scatter, grad, axis))
+    return Pair.apply(x, lambda x: gather_dim(x, axis, dim),
+                      lambda grad: reduce_scatter_dim(grad, axis, dim))
 
 
 def reduce_scatter_along(x, axis, dim=0):
     """Partial sums become shards of the sum. Forward: reduce-scatter. Backward: all-gather."""
-    return Pair.apply(x, lambda x: along(dim, reduce_scatter, x, axis),
-                      lambda grad: along(dim, all_gather, grad, axis))
+    return Pair.apply(x, lambda x: reduce_scatter_dim(x, axis, dim),
+                      lambda grad: gather_dim(grad, axis, dim))
 
 
 def scatter_along(x, axis, dim=0):
     """This rank's slice of what all ranks hold. Forward: nothing is sent. Backward: all-gather."""
     return Pair.apply(x, lambda x: own_slice(x, axis, dim),
-                      lambda grad: along(dim, all_gather, grad, axis))
+                      lambda grad: gather_dim(grad, axis, dim))
 
 
 def join_along(x, axis, dim=0):
     """Slices become the whole, on which every rank then does the same work.
     Forward: all-gather. Backward: this rank's slice; nothing is sent."""
-    return Pair.apply(x, lambda x: along(dim, all_gather, x, axis),
+    return Pair.apply(x, lambda x: gather_dim(x, axis, dim),
                       lambda grad: own_slice(grad, axis, dim))
 
 

@@ -90,7 +90,8 @@ class Unit:
         self.masters = [self.local(self.master, slot).requires_grad_() for slot in self.slots]
         for master, slot in zip(self.masters, self.slots):
             label = label_of(slot.parameter)
-            master.label = Label(label.shape, (*label.cuts, Cut(axis.name, 0, axis.size)))
+            master.label = Label(label.shape, (*label.cuts, Cut(axis.name, 0, axis.size)),
+                                 label.partial)
 
     def rows(self, slot):
         """(start, count) of this rank's rows of a parameter, without padding; maybe none."""

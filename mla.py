@@ -117,9 +117,13 @@ class MLA(nn.Module):
         return LatentCache(*(torch.zeros(batch, max_len, width, device=device, dtype=dtype)
                              for width in (self.kv_lora_rank, self.qk_rope_head_dim)))
 
-    def queries(self, x):
-        """x (b, s, d) -> q_nope (b, s, h, nope), q_pe (b, s, h, r), not yet rotated."""
-        q = self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
+    def project(self, x):
+        """The layers that read x (b, s, d): -> the queries or their latent, [latent | k_pe]."""
+        return (self.wq_a if hasattr(self, "wq_a") else self.wq)(x), self.wkv_a(x)
+
+    def queries(self, q):
+        """What project() made -> q_nope (b, s, h, nope), q_pe (b, s, h, r), not yet rotated."""
+        q = self.wq_b(self.q_norm(q)) if hasattr(self, "wq_a") else q
         nope, r = self.qk_nope_head_dim, self.qk_rope_head_dim
         return q.unflatten(-1, (-1, nope + r)).split([nope, r], -1)
 
@@ -161,8 +165,9 @@ class MLA(nn.Module):
         Without a cache: causal, or as `mask` (document_mask) says. With one, latents are written to
         the slots `positions`, (s,) or (b, s), and a query at position p sees the slots 0..p.
         """
-        q_nope, q_pe = self.queries(x)
-        latent, k_pe = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        q, kv = self.project(x)
+        q_nope, q_pe = self.queries(q)
+        latent, k_pe = kv.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         latent = self.kv_norm(latent)  # (b, s, c)
         q_pe = rope.apply_rotary(q_pe, *rope_table, self.rope_interleaved)
         k_pe = rope.apply_rotary(k_pe[:, :, None], *rope_table, self.rope_interleaved)[:, :, 0]

@@ -6,8 +6,9 @@
 Pre-norm blocks with RMSNorm; the first n_dense_layers blocks have a dense SwiGLU, the rest a
 mixture of experts; attention is multi-head latent attention (mla.py) or, with kv_lora_rank=0,
 MHA/GQA/MQA. Nothing here knows of ranks: parallelism plugs in at four seams, plain attributes and
-methods that it replaces: linear layers (nn.Linear), the attention core (attn.core), the experts
-(ffn.routed), and embedding + head + loss (embed, head_loss).
+methods that it replaces: linear layers (nn.Linear, and `project`: those that share an input), the
+attention core (attn.core), the experts (ffn.routed), and embedding + head + loss (embed,
+head_loss).
 
 Shapes: b batch, s sequence, h heads, g key/value heads, d width, v vocabulary, e experts, n tokens.
 
@@ -245,16 +246,19 @@ class GQA(nn.Module):
         shape = batch, max_len, self.n_kv_heads, self.head_dim
         return KVCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
 
+    def project(self, x):
+        """The layers that read x (b, s, d): -> queries, keys, values."""
+        return self.wq(x), self.wk(x), self.wv(x)
+
     def core(self, q, k, v, mask):
         """q (b, s, h, head_dim), k and v (b, s, g, head_dim) -> (b, s, h, head_dim), causal."""
         return attend(q, k, v, self.scale, mask)
 
     def forward(self, x, rope_table, positions=None, mask=None, cache=None):
         """x (b, s, d) -> (b, s, d); mask, positions and cache are MLA.forward's."""
-        heads = *x.shape[:2], -1, self.head_dim
-        q = rope.apply_rotary(self.wq(x).view(heads), *rope_table, self.rope_interleaved)
-        k = rope.apply_rotary(self.wk(x).view(heads), *rope_table, self.rope_interleaved)
-        v = self.wv(x).view(heads)  # (b, s, g, head_dim)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
+        q = rope.apply_rotary(q, *rope_table, self.rope_interleaved)  # (b, s, h, head_dim)
+        k = rope.apply_rotary(k, *rope_table, self.rope_interleaved)  # (b, s, g, head_dim)
         if cache is not None:
             write_cache(cache.k, positions, k)
             write_cache(cache.v, positions, v)
@@ -518,7 +522,8 @@ def _recompute_selected(block):
             result = function(*inputs)
             outputs = result if isinstance(result, tuple) else (result,)
             record = Recomputed(function, [t.detach() for t in inputs], outputs)
-            records.update((out.untyped_storage().data_ptr(), record) for out in outputs)
+            records.update((out.untyped_storage().data_ptr(), record) for out in outputs
+                           if out.numel())  # all empty tensors have the address 0
             return result
         return run
 

@@ -56,11 +56,15 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, inter_dim, bias=False)
         self.w2 = nn.Linear(inter_dim, dim, bias=False)
 
+    def project(self, x):
+        """The layers that read x (..., d): -> gate and up, (..., m) each."""
+        return self.w1(x), self.w3(x)
+
     def product(self, gate, up):
         return SiluProduct.apply(gate, up)
 
     def forward(self, x):
-        return self.w2(self.product(self.w1(x), self.w3(x)))
+        return self.w2(self.product(*self.project(x)))
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -258,6 +262,10 @@ class MoE(nn.Module):
         gate_weights = self.router.gate(scores, expert_ids)
         return self.routed(tokens, gate_weights, expert_ids).view_as(x)
 
+    def sum_over_sequence(self, counts):
+        """What balance_loss() adds up where ranks hold parts of the sequences; here all is here."""
+        return counts
+
     def routed(self, x, gate_weights, expert_ids):
         """Dispatch, experts, combine, and the shared experts beside them.
 
@@ -303,31 +311,37 @@ class Balance(torch.autograd.Function):
             loss, grad_scores = balance_loss(
                 scores.unflatten(0, (ctx.sequences, -1)),
                 expert_ids.unflatten(0, (ctx.sequences, -1)),
-                layer.seq_balance_coeff, layer.aux_loss_coeff)
+                layer.seq_balance_coeff, layer.aux_loss_coeff, layer.sum_over_sequence)
             layer.balance_loss += loss
             grad = grad + grad_scores.flatten(0, 1) * ctx.seed
         return grad, None, None, None, None
 
 
-def balance_loss(scores, expert_ids, seq_balance_coeff, aux_loss_coeff):
+def balance_loss(scores, expert_ids, seq_balance_coeff, aux_loss_coeff,
+                 sum_over_sequence=lambda counts: counts):
     """Balance's loss summed over the sequences, and its gradient with respect to the scores.
 
-    scores (b, s, e), expert_ids (b, s, k) -> (), (b, s, e).
+    scores (b, s, e), expert_ids (b, s, k) -> (), (b, s, e). Where s is a part of each sequence,
+    sum_over_sequence adds up (b, e + 1) over the parts, and the parts' losses add up to the whole:
+    the loss is linear in P once f is known.
     """
-    _, s, e = scores.shape
+    b, s, e = scores.shape
     k = expert_ids.shape[-1]
 
-    def load(ids):  # (b, s, k) -> (b, e), 1 where the load is even
-        ones = scores.new_ones(len(ids), s * k)
-        return scores.new_zeros(len(ids), e).scatter_add_(1, ids.flatten(1), ones) * e / (k * s)
+    def count(ids):  # (b, s, k) -> (b, e)
+        ones = scores.new_ones(b, s * k)
+        return scores.new_zeros(b, e).scatter_add_(1, ids.flatten(1), ones)
 
-    weight = aux_loss_coeff * load(expert_ids)
+    weight = aux_loss_coeff * count(expert_ids)
     if seq_balance_coeff:
-        weight = weight + seq_balance_coeff * load(ranked(scores)[..., :k])
+        weight = weight + seq_balance_coeff * count(ranked(scores)[..., :k])
+    sums = sum_over_sequence(torch.cat([weight, weight.new_full((b, 1), s)], 1))
+    tokens = sums[:, e:]  # (b, 1)
+    weight = sums[:, :e] * e / (k * tokens)  # the coefficient where the load is even
     total = scores.sum(-1, keepdim=True)
     p = scores / total
-    loss = (weight * p.mean(1)).sum()
-    grad_p = weight[:, None] / s  # the same for every token of a sequence
+    loss = (weight * p.sum(1) / tokens).sum()
+    grad_p = (weight / tokens)[:, None]  # the same for every token of a sequence
     return loss, (grad_p - (grad_p * p).sum(-1, keepdim=True)) / total
 
 

@@ -111,6 +111,7 @@ class MixedPrecision:
             master = parameter
             if dtype in (torch.bfloat16, torch.float16):
                 master = parameter.detach().float().clone().requires_grad_()
+                master.label = getattr(parameter, "label", None)  # what part of it is here
                 parameter.data = parameter.data.to(dtype)
                 self.copies[parameter] = master
                 if accumulate:
