@@ -21,6 +21,7 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import re
 import shutil
 import signal
@@ -2780,31 +2781,55 @@ def test_a_block_that_only_some_ranks_use_is_reduced_all_the_same(level):
 # ---- any layout is the same run ----
 
 def legal_layouts(world_size):
-    """Every layout of that many ranks as train.py's flags; each technique adds its own."""
-    for fsdp_size in range(1, world_size + 1):
-        if world_size % fsdp_size == 0:
-            for zero in range(4):
-                yield ["--dp", str(world_size // fsdp_size), "--fsdp", str(fsdp_size), "--zero",
-                       str(zero)]
+    """Every layout of that many ranks, axis -> size and level; each technique adds its own."""
+    for tp in range(1, world_size + 1):
+        for fsdp_size in range(1, world_size // tp + 1):
+            if world_size % (tp * fsdp_size) == 0:
+                for zero in range(4):
+                    yield {"dp": world_size // tp // fsdp_size, "fsdp": fsdp_size, "tp": tp,
+                           "zero": zero}
 
 
 SETTINGS = {"--model": ["tiny", "tiny-dense"], "--micro-batch-size": ["12", "1"],
             "--recompute": ["none", "full", "selective"], "--optimizer": ["sgd", "adamw"]}
 
 
+def _layout_shapes(model, tp, choose):
+    """A model's shapes and a length of sequences for one case, chosen among those that matter:
+    vocabularies and sequences that do not divide, key/value heads, latents, tied embeddings."""
+    heads = 6 if tp % 3 == 0 else 4
+    fields = {"n_heads": heads, "vocab_size": choose([259, 512]),
+              "tie_embeddings": choose(["false", "true"])}
+    if model == "tiny-dense":
+        fields["n_kv_heads"] = choose([g for g in (1, 2, 3, 4) if heads % g == 0
+                                       and (g % tp == 0 or tp % g == 0)])
+    else:
+        fields["q_lora_rank"] = choose([32, 0])
+    return choose([16, 15, 7]), fields
+
+
 def _layout_cases(everything):
-    """(world_size, flags): every layout of 1, 2, 3, 4 and 6 ranks with every setting, or a fixed
-    sample in which every pair of settings comes, the number of ranks and the kind of layout among
-    them."""
+    """(world_size, flags): every layout of 1, 2, 3, 4 and 6 ranks with every setting, and shapes
+    that vary from case to case; or a fixed sample in which every pair comes of kind of layout,
+    number of ranks, setting and shape."""
     cases = {}  # (world_size, flags) -> its settings
     for world_size in (1, 2, 3, 4, 6):
         for layout in legal_layouts(world_size):
             for chosen in itertools.product(*SETTINGS.values()):
-                micro = "12" if chosen[1] == "12" else str(max(12 // world_size // 4, 1))
-                flags = *layout, *(word for pair in zip(SETTINGS, chosen) for word in pair),
-                kind = layout[1] != "1", layout[3] != "1"  # dp, fsdp, both or none
-                cases[world_size, (*flags, "--micro-batch-size", micro)] = (
-                    world_size, kind, layout[5], *chosen)
+                choose = random.Random(f"{layout} {chosen}").choice
+                length, fields = _layout_shapes(chosen[0], layout["tp"], choose)
+                micro = "12" if chosen[1] == "12" else str(max(
+                    12 // (layout["dp"] * layout["fsdp"]) // 4, 1))
+                words = [*layout.items(), *zip(SETTINGS, chosen), ("seq-len", length),
+                         ("micro-batch-size", micro)]
+                flags = [word for name, value in words
+                         for word in ("--" + name.removeprefix("--"), str(value))]
+                flags += ["--override", *(f"{k}={v}" for k, v in fields.items())]
+                kind = tuple(layout[axis] > 1 for axis in ("dp", "fsdp", "tp"))
+                cases[world_size, tuple(flags)] = (
+                    world_size, kind, layout["tp"], layout["zero"], *chosen, length,
+                    fields["vocab_size"], fields["tie_embeddings"],
+                    fields.get("n_kv_heads"), fields.get("q_lora_rank"))
     return list(cases) if everything else _layout_sample(cases)
 
 
@@ -2838,7 +2863,7 @@ def _layout_plan(rank, n, flags):
     args = train.build_parser().parse_args(flags)
     with unittest.mock.patch.dict(os.environ, WORLD_SIZE=str(n)):
         plan = train.prepare(args, train.quiet)
-    return plan, collectives.Mesh(n, rank, dp=args.dp, fsdp=args.fsdp)
+    return plan, collectives.Mesh(n, rank, **train.layout_of(args))
 
 
 def _layout_parity(rank, n, flags):
@@ -2848,7 +2873,7 @@ def _layout_parity(rank, n, flags):
 
 def test_any_layout_is_the_same_run(layout_case, train_text):
     world_size, flags = layout_case
-    flags = [*_train_flags(train_text), "--batch-size", "12", "--seq-len", "16", *flags]
+    flags = [*_train_flags(train_text), "--batch-size", "12", *flags]
     answers = ranks(world_size, _layout_parity, flags)
     assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
     assert answers[0][1][-1] == "PASS" and len(answers[0][1]) >= 6

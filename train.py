@@ -44,13 +44,14 @@ import torch.distributed as dist
 import checkpoint
 import data
 import optim
+import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, counts_here, label_of, ledger,
                          local_part, local_region, mesh_sizes)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
-                   flops_per_token, full_value, generate, initialise, make_config, override_config,
-                   sample, starting_part, total_parameters, zero_buffers)
+                   flops_per_token, full_value, generate, make_config, override_config, sample,
+                   starting_part, total_parameters, zero_buffers)
 from moe import max_violation, moe_layers, reset_counts, update_expert_bias
 
 # Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
@@ -63,8 +64,8 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
     "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
-    "tp": (1, "tensor_parallel.py"), "pp": (1, "pipeline.py"),
-    "pp_schedule": ("1f1b", "pipeline.py"), "virtual_stages": (1, "pipeline.py"),
+    "pp": (1, "pipeline.py"), "pp_schedule": ("1f1b", "pipeline.py"),
+    "virtual_stages": (1, "pipeline.py"),
     "ep": (1, "expert_parallel.py"), "etp": (1, "expert_parallel.py"),
     "async_save": (False, "a process group of its own"),
 }
@@ -181,7 +182,7 @@ def check_flags(args):
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
-                        ("fsdp", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
+                        ("fsdp", 1), ("tp", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
         number = getattr(args, name)
         if not number >= least or number == math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least}")
@@ -217,12 +218,17 @@ def launched():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def layout_of(args):
+    """Axis -> size, as the flags say."""
+    return {axis: getattr(args, axis) for axis in ("dp", "fsdp", "tp")}
+
+
 def check_layout(args):
     """Fill in --dp and --zero. Raises ValueError when the ranks that were started are not those of
     the layout, or the batch can't be divided among them."""
     if args.dp is not None and args.dp < 1:
         raise ValueError(f"--dp {args.dp} must be at least 1")
-    sizes, _ = mesh_sizes(launched()[1], dp=args.dp, fsdp=args.fsdp)
+    sizes, _ = mesh_sizes(launched()[1], **layout_of(args))
     args.dp = sizes["dp"]
     args.zero = (3 if args.fsdp > 1 else 0) if args.zero is None else args.zero
     readers = args.dp * args.fsdp
@@ -294,6 +300,7 @@ def prepare(args, report=print):
     if args.seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
+    tensor_parallel.check(config, args.tp)
     device = pick_device(args.device)
     refuse_too_large(args.model or "the model", config, device, training_bytes(args))
     tokenizer = data.load_tokenizer(args.tokenizer)
@@ -319,22 +326,22 @@ def set_up(args, report=print):
 
 def build(plan, mesh, report=print):
     """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
-    on the meta device, recompute, memory and values, data parallelism, optimizer."""
+    on the meta device, tensor parallelism, recompute, memory and values, data parallelism,
+    optimizer."""
     args, dtype = plan.args, DTYPES[plan.args.dtype]
     with torch.device("meta"):
         model = Transformer(plan.config)
     if args.compile:
         compile_regions(model)
+    tensor_parallel.parallelize(model, mesh)
     apply_recompute(model, args.recompute)
     if args.zero:
         zero_buffers(model, plan.device)
         owner = reducer = Sharded(model, mesh, args.zero, dtype, plan.device)
-        for name, master in owner.named_masters():
-            label = label_of(master)
-            master.data.copy_(starting_part(args.seed, name, label.shape, plan.config.init_std,
-                                            local_region(label, mesh)))
+        fill(owner.named_masters(), plan, mesh)
     else:
-        initialise(model, args.seed, plan.device, torch.promote_types(dtype, torch.float32))
+        take_memory(model, plan.device, torch.promote_types(dtype, torch.float32))
+        fill(model.named_parameters(), plan, mesh)
         alone = mesh["data"].size == 1
         owner = optim.MixedPrecision(model, dtype, accumulate=alone)
         reducer = None if alone else Replicas(
@@ -351,6 +358,25 @@ def build(plan, mesh, report=print):
         checkpoint.load(plan.source, model_pieces(run), "model.")
         owner.refresh()
     return run
+
+
+def take_memory(model, device, dtype):
+    """Memory for a model on the meta device; its parameters, which are new ones, keep their
+    labels."""
+    labels = {name: label_of(p) for name, p in model.named_parameters()}
+    model.to(dtype).to_empty(device=device)
+    for name, p in model.named_parameters():
+        p.label = labels[name]
+    zero_buffers(model, device)
+
+
+@torch.no_grad()
+def fill(named, plan, mesh):
+    """Starting values for this rank's part of each parameter: named is (global name, tensor)."""
+    for name, tensor in named:
+        label = label_of(tensor)
+        tensor.copy_(starting_part(plan.args.seed, name, label.shape, plan.config.init_std,
+                                   local_region(label, mesh)))
 
 
 def choose_config(args, resumed, source):
@@ -388,10 +414,10 @@ def available_memory(device):
 
 
 def training_bytes(args):
-    """Bytes per parameter on this rank: itself and, when training, gradient, master weight,
-    optimizer state (the table of fsdp.py)."""
-    parameters, gradients, moments = bytes_held(
-        1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp)
+    """Bytes per parameter of the whole model on this rank: itself and, when training, gradient,
+    master weight, optimizer state (the table of fsdp.py). tp cuts all but a few."""
+    parameters, gradients, moments = (size / args.tp for size in bytes_held(
+        1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp))
     if args.eval_only:  # levels 2 and 3 have their shard of the gradients from the start
         return parameters + (gradients if args.zero > 1 else 0)
     return parameters + gradients + (moments if args.optimizer == "adamw" else 0)
@@ -407,7 +433,7 @@ def refuse_too_large(name, config, device, bytes_each):
         raise ValueError(f"{name}: {number:,} parameters at {bytes_each:g} bytes each take "
                          f"{number * bytes_each / 1e9:,.1f} GB, and {device} has "
                          f"{free / 1e9:,.1f} GB free for this rank; use a smaller model or dtype, "
-                         "more ranks with --fsdp, or a machine with more memory")
+                         "more ranks with --fsdp or --tp, or a machine with more memory")
 
 
 def find_resumed(args):
@@ -475,15 +501,17 @@ def train_step(run, asked=()):
     readers = run.mesh["batch"]
     count = args.batch_size // readers.size
     batch = run.batches.get(run.step, readers.rank * count, count)  # this rank's rows
-    valid = torch.tensor(float((batch.labels != data.IGNORED).sum()), device=run.device)
-    valid = int(all_reduce(valid.double(), run.mesh["world"]))
+    valid = (batch.labels != data.IGNORED).sum().double().to(run.device) * speaks_for_batch(run)
+    valid = int(all_reduce(valid, run.mesh["world"]))
     seed, balance_seed = scale / max(valid, 1), scale / args.batch_size
     loss = 0.0
     for first in range(0, count, args.micro_batch_size):
         last = first + args.micro_batch_size >= count
         rows = slice(first, first + args.micro_batch_size)
         loss += forward_backward(run, batch, rows, seed, balance_seed, last)
-    loss, norm, balance_loss = sum_over_ranks(run, loss, asked)
+    tensor_parallel.sum_partial_gradients([m for _, m in run.owner.named_masters()],
+                                          run.mesh["tp"])
+    loss, norm, balance_loss = sum_over_ranks(run, loss * speaks_for_batch(run), asked)
     loss, norm = loss / max(valid, 1), norm / scale
     stop_if_not_finite(run, "loss", loss)
     overflow = not math.isfinite(norm)
@@ -503,6 +531,12 @@ def train_step(run, asked=()):
     seconds = time.perf_counter() - start
     return metrics(run, loss, norm, lr, seconds, violation, balance_loss / args.batch_size,
                    overflow)
+
+
+def speaks_for_batch(run):
+    """Whether this rank is the one whose losses and counts stand for its batch in sums over all
+    ranks: those of a tp group know the same."""
+    return run.mesh["tp"].rank == 0
 
 
 def forward_backward(run, batch, rows, seed, balance_seed, last):
@@ -583,7 +617,7 @@ def evaluate(run):
             if first >= stop:  # nothing left here, but other ranks need this one to gather with
                 rows = slice(0, 1)
             loss = token_loss(run, batch, rows)
-            if first < stop:
+            if first < stop and speaks_for_batch(run):
                 sums += torch.stack([loss.double(), (batch.labels[rows] != data.IGNORED).sum().to(
                     run.device)])
     total, count = all_reduce(sums, run.mesh["world"]).tolist()
@@ -839,7 +873,7 @@ def describe(run):
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
         print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
-              f"on meta, recompute, {'shard, values' if args.zero else 'values, replicate'}, "
+              f"on meta, tensor, recompute, {'shard, values' if args.zero else 'values, replicate'}, "
               "optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
@@ -989,7 +1023,8 @@ def check_parity(plan, mesh, report=print):
     differences. Returns the exit code, the same on every rank."""
     ours, code = assemble(parity_steps(plan, mesh), mesh), [0]
     if mesh.rank == 0:
-        args = argparse.Namespace(**{**vars(plan.args), "dp": 1, "fsdp": 1, "zero": 0})
+        sizes = dict.fromkeys(layout_of(plan.args), 1)
+        args = argparse.Namespace(**{**vars(plan.args), **sizes, "zero": 0})
         alone = Mesh()
         reference = assemble(parity_steps(dataclasses.replace(plan, args=args), alone), alone)
         worst = {}
@@ -1057,7 +1092,7 @@ def end_abandoned(store, rank, world_size, error, patience=4.0):
 def run_plan(plan, report):
     """Everything after the group has formed. Returns the exit code."""
     args, (rank, world_size) = plan.args, launched()
-    mesh = Mesh(world_size, rank, dp=args.dp, fsdp=args.fsdp)
+    mesh = Mesh(world_size, rank, **layout_of(args))
     if args.check_parity:
         return check_parity(plan, mesh, report)
     try:
