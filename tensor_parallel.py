@@ -79,7 +79,7 @@ def check(config, tp):
     if not cuts_heads(tp):
         raise ValueError(f"tp={tp} and n_kv_heads={config.n_kv_heads}: one must divide the other; "
                          f"use {legal}")
-    for field in ("vocab_size", "inter_dim", "moe_inter_dim"):
+    for field in ("vocab_size", "inter_dim") + ("moe_inter_dim",) * bool(config.num_experts):
         width = getattr(config, field)
         if -(-width // tp) * (tp - 1) >= width:
             raise ValueError(f"tp={tp} leaves a rank without any of {field}={width}; use a smaller "

@@ -54,6 +54,7 @@ import model as model_file
 import moe
 import optim
 import rope
+import tensor_parallel
 import train
 from model import (IGNORED, PRESETS, ModelConfig, Transformer, apply_recompute, built,
                    count_parameters, flops_per_token, generate, make_config, sample)
@@ -2778,6 +2779,185 @@ def test_a_block_that_only_some_ranks_use_is_reduced_all_the_same(level):
     assert max(ranks(2, _fsdp_unused, level)) < 1e-10
 
 
+# ---- tensor parallelism ----
+
+def _tp_pair(config, rank, n):
+    """(cut over n ranks, whole): two models with the same values, norms randomised, float64."""
+    cut, alone = (built(config, dtype=torch.float64) for _ in range(2))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p, q in zip(cut.parameters(), alone.parameters()):
+            p.copy_(q.add_(torch.randn(q.shape, generator=generator, dtype=torch.float64), alpha=.1))
+    tensor_parallel.parallelize(cut, collectives.Mesh(n, rank, tp=n))
+    return cut, alone
+
+
+def _tp_bytes(rank, n, config, recompute, length):
+    """The ledger's tp bytes of two microbatches of a step, and the formula's."""
+    mesh = collectives.Mesh(n, rank, tp=n)
+    cut, _ = _tp_pair(config, rank, n)
+    apply_recompute(cut, recompute)
+    tokens = torch.randint(config.vocab_size, (3, length))
+    collectives.ledger.clear()
+    for _ in range(2):
+        cut.head_loss(cut(tokens, balance_seed=1.0), tokens).backward()
+    tensor_parallel.sum_partial_gradients(list(cut.parameters()), mesh["tp"])
+    formula = tensor_parallel.bytes_sent(config, n, 3, length, 8, 8, recompute == "full")
+    gradients = formula.pop("gradients")
+    return collectives.ledger.by_axis()["tp"], 2 * sum(formula.values()) + gradients
+
+
+@pytest.mark.parametrize("n, length, recompute", [(2, 16, "none"), (2, 15, "full"), (4, 9, "full"),
+                                                  (4, 16, "selective")])
+@pytest.mark.parametrize("model, overrides", [
+    ("tiny", []), ("tiny", ["q_lora_rank=0", "vocab_size=259", "seq_balance_coeff=0"]),
+    ("tiny-dense", []), ("tiny-dense", ["n_kv_heads=1", "tie_embeddings=true"])])
+def test_tp_sends_the_bytes_of_the_formula(n, length, recompute, model, overrides):
+    for sent, formula in ranks(n, _tp_bytes, make_config(model, overrides), recompute, length):
+        assert sent == formula
+
+
+def _tp_attention_bytes(rank, n, config):
+    """Bytes that attention alone sends forward, a token, in units of (n-1)/n numbers."""
+    cut, _ = _tp_pair(config, rank, n)
+    block, x = cut.blocks["0"], torch.randn(1, 8 // n, config.dim, dtype=torch.float64)
+    table = cut.rope_table(torch.arange(8), torch.float64)
+    seen = []
+    block.attn.forward, plain = (lambda *args: (collectives.ledger.clear(), plain(*args), seen.append(
+        collectives.ledger.by_axis()["tp"]))[1]), block.attn.forward
+    with torch.no_grad():
+        block(x, table)
+    return seen[0] / (8 * 8 * (n - 1) / n)
+
+
+def test_latents_on_the_wire_are_a_third_less_than_hidden_states():
+    """DeepSeek-V3's proportions, an eighth of its widths: at most 0.65 of gathering the hidden
+    states and reduce-scattering the result, and the numbers of the docstring."""
+    config = make_config("tiny", ["n_layers=1", "n_dense_layers=1", "dim=896", "q_lora_rank=192",
+                                  "kv_lora_rank=64", "qk_rope_head_dim=8"])
+    for n in (2, 4):
+        for numbers in ranks(n, _tp_attention_bytes, config):
+            assert numbers == 192 + 64 + 8 + 896 and numbers / (2 * 896) < 0.65
+    for name, ratio in (("deepseek-v3", 3.39), ("deepseek-v2", 2.42)):
+        c = PRESETS[name]
+        latent = c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim
+        assert c.dim / latent == pytest.approx(ratio, abs=5e-3)
+
+
+class _TpSizes(TorchDispatchMode):
+    """Whether a tensor with a dimension of `forbidden` or more comes into being."""
+
+    def __init__(self, forbidden):
+        super().__init__()
+        self.forbidden, self.found, self.seen = forbidden, [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for item in torch.utils._pytree.tree_leaves(out):
+            if isinstance(item, torch.Tensor):
+                self.seen += 1
+                if any(size >= self.forbidden for size in item.shape):
+                    self.found.append((str(function), tuple(item.shape)))
+        return out
+
+
+def _tp_vocabulary(rank, n, tie):
+    config = make_config("tiny", ["n_layers=2", "vocab_size=5003", f"tie_embeddings={tie}"])
+    tokens = torch.randint(5003, (2, 15), generator=torch.Generator().manual_seed(0))
+    cut, alone = _tp_pair(config, rank, n)
+    with _TpSizes(5003) as sizes:
+        loss = cut.head_loss(cut(tokens), tokens)
+        loss.backward()
+    with _TpSizes(5003) as whole:
+        alone.head_loss(alone(tokens), tokens).backward()
+    return sizes.found, sizes.seen, len(whole.found)
+
+
+@pytest.mark.parametrize("tie", ["false", "true"])
+def test_no_rank_has_a_tensor_with_the_whole_vocabulary(tie):
+    for found, seen, alone in ranks(2, _tp_vocabulary, tie):
+        assert not found and seen > 500 and alone > 5
+
+
+def _tp_cross_entropy(rank, n, vocab, length, scale, ignored):
+    """Loss, and this rank's gradients, of logits of size `scale` beside F.cross_entropy."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2, length, 4, dtype=torch.float64)
+    weight = torch.randn(vocab, 4, dtype=torch.float64) * scale
+    labels = torch.randint(vocab, (2, length))
+    labels[0, :ignored] = IGNORED
+    axis = collectives.Mesh(n, rank, tp=n)["tp"]
+    part, rows = -(-length // n), -(-vocab // n)
+    mine, local = hidden[:, rank * part:(rank + 1) * part], weight[rank * rows:(rank + 1) * rows]
+    x, w = mine.clone().requires_grad_(), local.clone().requires_grad_()
+    loss = tensor_parallel.VocabParallelCrossEntropy.apply(x, w, labels, 0.5, axis, vocab)
+    loss.backward(torch.tensor(0.5, dtype=torch.float64))
+    h, v = hidden.requires_grad_(), weight.requires_grad_()
+    expected = F.cross_entropy((h @ v.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected * 0.5).backward()
+    worst = [abs(loss.item() - expected.item()) / max(abs(expected.item()), 1e-300)]
+    for ours, whole, region in ((x.grad, h.grad, h.grad[:, rank * part:(rank + 1) * part]),
+                                (w.grad, v.grad, v.grad[rank * rows:(rank + 1) * rows])):
+        assert ours.shape == region.shape
+        worst.append(((ours - region).abs().max() / whole.abs().max()).item()
+                     if ours.numel() else 0.0)
+    return max(worst)
+
+
+@pytest.mark.parametrize("n, vocab, length, scale, ignored", [
+    (2, 61, 7, 1.0, 3), (3, 61, 7, 1.0, 0), (3, 64, 1, 1e4, 0), (2, 61, 8, 1e4, 8),
+    (2, 7, 5000, 1.0, 9)])  # the last: several chunks
+def test_vocabulary_parallel_cross_entropy_is_torchs(n, vocab, length, scale, ignored):
+    assert max(ranks(n, _tp_cross_entropy, vocab, length, scale, ignored)) < 1e-11
+
+
+@pytest.mark.parametrize("tp, overrides, words", [
+    (3, [], "tp=3 does not divide n_heads=4; use 1, 2, 4"),
+    (8, [], "use 1, 2, 4"), (4, ["vocab_size=5"], "vocab_size=5"),
+    (2, ["moe_inter_dim=1"], "moe_inter_dim=1"),
+])
+def test_what_tp_can_not_cut_is_refused_with_the_legal_values(tp, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        tensor_parallel.check(make_config("tiny", overrides), tp)
+
+
+def test_key_value_heads_that_tp_can_not_share_are_refused():
+    config = make_config("tiny-dense", ["n_heads=12", "n_kv_heads=4"])
+    with pytest.raises(ValueError, match="tp=3 and n_kv_heads=4.*use 1, 2, 4, 12"):
+        tensor_parallel.check(config, 3)
+    for tp in (1, 2, 4, 12):
+        tensor_parallel.check(config, tp)
+
+
+def _tp_equal(rank, n, flags):
+    """After some AdamW steps: name -> bytes of the parameters that are whole on every tp rank."""
+    run = train.build(*_layout_plan(rank, n, flags), train.quiet)
+    for _ in range(20):
+        train.train_step(run)
+    return {name: master.detach().clone() for name, master in run.owner.named_masters()
+            if not collectives.label_of(master).cuts}, dict(run.model.named_buffers())
+
+
+def test_what_is_whole_on_every_tp_rank_stays_equal_bit_for_bit(train_text):
+    flags = [*_layout_flags(train_text), "--dtype", "fp32", "--steps", "30", "--tp", "2"]
+    first, second = ranks(2, _tp_equal, flags)
+    assert len(first[0]) > 20 and any("router" in name for name in first[0])
+    for ours, theirs in zip(first, second):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_tp_is_in_the_table_of_cuts_and_nothing_else_is():
+    """Every name of the table is a parameter of some model, and every matrix of a block that is
+    not in it is one of those that the text calls whole."""
+    names = {re.sub(r"^blocks\.\d+\.", "", name) for preset in ("tiny", "tiny-dense")
+             for overrides in ([], ["q_lora_rank=0"]) for name, _ in built(
+                 make_config(preset, overrides)).named_parameters()}
+    whole = names - set(tensor_parallel.CUTS)
+    assert set(tensor_parallel.CUTS) <= names
+    assert all("norm" in n or n in ("ffn.router.weight", "attn.wq_a.weight", "attn.wkv_a.weight")
+               for n in whole)
+
+
 # ---- any layout is the same run ----
 
 def legal_layouts(world_size):
@@ -2882,18 +3062,23 @@ def test_any_layout_is_the_same_run(layout_case, train_text):
 def _layout_broken(rank, n, flags, how):
     """check_parity of a layout in which something is wrong."""
     plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
+    plain_partial = tensor_parallel.sum_partial_gradients
     if how == "a reduction is an average":
         ddp.all_reduce = lambda t, axis, **o: plain_sums(t.div_(2), axis, **o)
     if how == "a rank keeps its own":
         fsdp.reduce_scatter = lambda t, axis, **o: plain_reduce(t if rank else t * 0, axis, **o)
+    if how == "partial gradients are left so":
+        tensor_parallel.sum_partial_gradients = lambda masters, axis: None
     try:
         return _layout_parity(rank, n, flags)
     finally:
         ddp.all_reduce, fsdp.reduce_scatter = plain_sums, plain_reduce
+        tensor_parallel.sum_partial_gradients = plain_partial
 
 
 @pytest.mark.parametrize("how, layout", [("a reduction is an average", ["--dp", "2"]),
-                                         ("a rank keeps its own", ["--fsdp", "2"])])
+                                         ("a rank keeps its own", ["--fsdp", "2"]),
+                                         ("partial gradients are left so", ["--tp", "2"])])
 def test_a_wrong_layout_is_found(how, layout, train_text):
     flags = [*_train_flags(train_text), "--batch-size", "4", *layout]
     answers = ranks(2, _layout_broken, flags, how)
@@ -2918,7 +3103,8 @@ def _layout_run(rank, n, flags, validate=True):
 CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (2, ["--fsdp", "2", "--zero", "1"]), (3, ["--fsdp", "3", "--zero", "2"]),
                       (3, ["--fsdp", "3"]), (4, ["--dp", "2", "--fsdp", "2", "--zero", "3"]),
-                      (4, ["--fsdp", "4", "--zero", "1"])]
+                      (4, ["--fsdp", "4", "--zero", "1"]), (2, ["--tp", "2"]),
+                      (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"])]
 
 
 @pytest.fixture(scope="module")
@@ -2964,7 +3150,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_r
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
-                                    ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"]])
+                                    ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"],
+                                    ["--tp", "2"], ["--tp", "2", "--zero", "3"]])
 def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
     flags = [*_layout_flags(train_text), "--steps", "4", "--dtype", dtype]
@@ -2993,7 +3180,7 @@ def _layout_overflow(rank, n, flags):
     return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
 
 
-@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"]])
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"]])
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
     flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]
     for seen, total in ranks(2, _layout_overflow, flags):
