@@ -518,6 +518,7 @@ def _recompute_selected(block):
     records = {}  # address of an output's storage -> its Recomputed, while the block runs
 
     def repeatable(function):
+        """`function` with a record of what it made."""
         def run(*inputs):
             result = function(*inputs)
             outputs = result if isinstance(result, tuple) else (result,)

@@ -161,7 +161,7 @@ def gather(x, axis, length):
 
 
 def start_reducing(x, axis):
-    """Partial sums x (b, s, ...) on their way to sequence shards: a Pending of (1, b, s/tp, ...)."""
+    """Partial sums x (b, s, ...) on their way to shards: a Pending of (1, b, s/tp, ...)."""
     part = -(-x.shape[1] // axis.size)
     parts = pad_sequence(x, part * axis.size).unflatten(1, (axis.size, part)).movedim(1, 0)
     return reduce_scatter(parts.contiguous(), axis, asynchronous=True)
@@ -382,8 +382,8 @@ def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False):
     """Bytes that each of n tp ranks sends for a microbatch, forward and backward: a dict by part of
     the model, padding of the sequence included, and "gradients", once a step.
 
-    width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full runs each
-    block's forward again, but for its last reduce-scatter, of whose result nothing is needed.
+    width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full runs
+    each block's forward again, but for its last reduce-scatter, of whose result nothing is needed.
     """
     c, part = config, -(-length // n)
     share, d = (n - 1) * batch * part, config.dim * width

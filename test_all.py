@@ -2784,10 +2784,10 @@ def test_a_block_that_only_some_ranks_use_is_reduced_all_the_same(level):
 def _tp_pair(config, rank, n):
     """(cut over n ranks, whole): two models with the same values, norms randomised, float64."""
     cut, alone = (built(config, dtype=torch.float64) for _ in range(2))
-    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(3)
     with torch.no_grad():
         for p, q in zip(cut.parameters(), alone.parameters()):
-            p.copy_(q.add_(torch.randn(q.shape, generator=generator, dtype=torch.float64), alpha=.1))
+            p.copy_(q.add_(torch.randn_like(q), alpha=0.1))
     tensor_parallel.parallelize(cut, collectives.Mesh(n, rank, tp=n))
     return cut, alone
 
@@ -2822,9 +2822,14 @@ def _tp_attention_bytes(rank, n, config):
     cut, _ = _tp_pair(config, rank, n)
     block, x = cut.blocks["0"], torch.randn(1, 8 // n, config.dim, dtype=torch.float64)
     table = cut.rope_table(torch.arange(8), torch.float64)
-    seen = []
-    block.attn.forward, plain = (lambda *args: (collectives.ledger.clear(), plain(*args), seen.append(
-        collectives.ledger.by_axis()["tp"]))[1]), block.attn.forward
+    plain, seen = block.attn.forward, []
+
+    def forward(*args):
+        collectives.ledger.clear()
+        out = plain(*args)
+        seen.append(collectives.ledger.by_axis()["tp"])
+        return out
+    block.attn.forward = forward
     with torch.no_grad():
         block(x, table)
     return seen[0] / (8 * 8 * (n - 1) / n)

@@ -873,8 +873,8 @@ def describe(run):
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
         print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
-              f"on meta, tensor, recompute, {'shard, values' if args.zero else 'values, replicate'}, "
-              "optimizer")
+              f"on meta, tensor, recompute, "
+              f"{'shard, values' if args.zero else 'values, replicate'}, optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
     if run.peak_flops:
