@@ -22,6 +22,7 @@ Course: 15:41:22 metrics, optimizers, schedulers and checkpointing.
     python checkpoint.py export-hf DIR OUT
 """
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -41,6 +42,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
                                                    TensorProperties, TensorStorageMetadata)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from collectives import Axis, attributed
 
 STEP = re.compile(r"step-(\d+)")
 
@@ -95,6 +98,14 @@ def on_several_ranks():
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def attributed_to_all(operation):
+    """Context: when ranks lose one another inside, it is told as a collective's failure is."""
+    if not on_several_ranks():
+        return contextlib.nullcontext()
+    world = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank())
+    return attributed(world, operation, watched=False)
+
+
 def on_first_rank(function):
     """function() on rank 0 alone; its result, or its OSError, on every rank."""
     if not on_several_ranks():
@@ -105,7 +116,8 @@ def on_first_rank(function):
             outcome[0] = function()
         except OSError as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome)
+    with attributed_to_all("checkpoint"):
+        dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -153,8 +165,9 @@ def with_planner(operation, tensors, path, planner):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that there is no group: that is what we ask for
         try:
-            operation(dict(tensors), checkpoint_id=path, planner=planner,
-                      no_dist=not on_several_ranks())
+            with attributed_to_all("checkpoint"):
+                operation(dict(tensors), checkpoint_id=path, planner=planner,
+                          no_dist=not on_several_ranks())
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise OSError(f"{path}: {cause}") from error

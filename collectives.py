@@ -364,21 +364,24 @@ class Pending:
 
 
 class attributed:
-    """Context: a failure inside is told with the rank, the operation and its axis."""
+    """Context: a failure inside is told with the rank, the operation and its axis. What may take
+    long for other reasons than another rank's absence (writing files) is not `watched`."""
 
-    def __init__(self, axis, operation):
-        self.axis, self.operation = axis, operation
+    def __init__(self, axis, operation, watched=True):
+        self.axis, self.operation, self.watched = axis, operation, watched
 
     def __enter__(self):
-        ledger.waiting = self.operation, self.axis.name, time.monotonic()
+        self.since = time.monotonic()
+        if self.watched:
+            ledger.waiting = self.operation, self.axis.name, self.since
 
     def __exit__(self, kind, error, trace):
-        since, ledger.waiting = ledger.waiting[2], None
+        ledger.waiting = None
         if kind is not None and issubclass(kind, RuntimeError):
             raise CollectiveError(
                 f"rank {dist.get_rank()}: {self.operation} over {self.axis.name} (ranks "
                 f"{', '.join(map(str, self.axis.ranks))}) failed after "
-                f"{time.monotonic() - since:.0f} s: {str(error).splitlines()[0]}") from None
+                f"{time.monotonic() - self.since:.0f} s: {str(error).splitlines()[0]}") from None
 
 
 def check_contiguous(tensor, axis, operation):

@@ -3067,11 +3067,14 @@ def test_any_layout_is_the_same_run(layout_case, train_text):
 def _layout_broken(rank, n, flags, how):
     """check_parity of a layout in which something is wrong."""
     plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
-    plain_partial = tensor_parallel.sum_partial_gradients
+    plain_partial, plain_step = tensor_parallel.sum_partial_gradients, train.sum_over_ranks
     if how == "a reduction is an average":
         ddp.all_reduce = lambda t, axis, **o: plain_sums(t.div_(2), axis, **o)
     if how == "a rank keeps its own":
         fsdp.reduce_scatter = lambda t, axis, **o: plain_reduce(t if rank else t * 0, axis, **o)
+    if how == "the loss is off by 3e-9":
+        train.sum_over_ranks = lambda run, *a: tuple(
+            x * (1 + 3e-9 * (run.mesh.world_size > 1)) for x in plain_step(run, *a))
     if how == "partial gradients are left so":
         tensor_parallel.sum_partial_gradients = lambda masters, axis: None
     try:
@@ -3079,10 +3082,12 @@ def _layout_broken(rank, n, flags, how):
     finally:
         ddp.all_reduce, fsdp.reduce_scatter = plain_sums, plain_reduce
         tensor_parallel.sum_partial_gradients = plain_partial
+        train.sum_over_ranks = plain_step
 
 
 @pytest.mark.parametrize("how, layout", [("a reduction is an average", ["--dp", "2"]),
                                          ("a rank keeps its own", ["--fsdp", "2"]),
+                                         ("the loss is off by 3e-9", ["--dp", "2"]),
                                          ("partial gradients are left so", ["--tp", "2"])])
 def test_a_wrong_layout_is_found(how, layout, train_text):
     flags = [*_train_flags(train_text), "--batch-size", "4", *layout]
@@ -3194,6 +3199,27 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
 
 
 # ---- ranks that die, hang or are stopped ----
+
+def _die_in_a_save(rank, n, folder):
+    """Rank 1 is killed before it writes its part; what the others see goes into a file."""
+    if rank == 1:
+        checkpoint.Piece.__create_write_items__ = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+    piece = checkpoint.Piece(torch.ones(2), (2 * n,), (2 * rank,))
+    try:
+        checkpoint.save(folder, 1, {"model.x": piece}, {"step": 1})
+    except collectives.CollectiveError as error:
+        Path(folder, f"seen-{rank}").write_text(str(error))
+
+
+def test_a_rank_that_dies_in_a_save_is_a_lost_rank_to_the_others(tmp_path):
+    with pytest.raises(RankError, match="rank 1 died"):
+        ranks(3, _die_in_a_save, str(tmp_path))
+    until = time.monotonic() + 5
+    while not (seen := list(tmp_path.glob("seen-*"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert seen and "checkpoint over world (ranks 0, 1, 2) failed" in seen[0].read_text()
+    assert checkpoint.newest(tmp_path) is None
+
 
 def _torchrun(n, *flags, **options):
     """A run on n ranks; each one's pid is in its /proc environment."""

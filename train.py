@@ -45,8 +45,8 @@ import checkpoint
 import data
 import optim
 import tensor_parallel
-from collectives import (CollectiveError, Mesh, all_reduce, counts_here, label_of, ledger,
-                         local_part, local_region, mesh_sizes)
+from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
+                         ledger, local_part, local_region, mesh_sizes)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
@@ -184,10 +184,16 @@ def check_flags(args):
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
                         ("fsdp", 1), ("tp", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
         number = getattr(args, name)
-        if not number >= least or number == math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least}")
+        if not least <= number <= 1e9:
+            raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least} and at "
+                             "most 1e9")
     if args.check_parity:
-        args.dtype, args.out, args.resume = "fp64", None, False  # it trains nothing to keep
+        for name in ("resume", "eval_only", "profile", "tensorboard"):
+            if getattr(args, name):
+                raise ValueError("--check-parity runs 3 steps of a new run and keeps nothing; leave "
+                                 f"--{name.replace('_', '-')} out (--init-from DIR starts it from "
+                                 "a checkpoint's weights)")
+        args.dtype, args.out, args.save_every = "fp64", None, 0
     check_layout(args)
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
     if not 0 <= args.min_lr <= args.lr:
@@ -817,18 +823,10 @@ def train(run):
 def stop_signals(asked, timeout=math.inf):
     """SIGTERM and SIGINT only put their name into the list `asked`, while this lasts.
 
-    A rank that waits in a collective for one that is gone would not even notice the signal: Python
-    runs handlers between two of its own instructions. So the system also writes a byte into a
-    socket, which wakes a thread; it ends the process when, from then on, one collective takes
-    longer than `timeout` seconds. Nothing is saved: the last checkpoint stands.
+    When, from then on, one collective takes longer than `timeout` seconds, the process ends.
+    Nothing is saved: the last checkpoint stands.
     """
-    def note(number, frame):
-        asked.append(signal.Signals(number).name)
-
-    def watch():
-        """Wait for the byte, then see to it that no collective takes too long."""
-        if not reader.recv(1):
-            return
+    def watch(over):
         woken = time.monotonic()
         while not over.wait(0.2):
             if ledger.waiting and time.monotonic() - max(ledger.waiting[2], woken) > timeout:
@@ -836,12 +834,33 @@ def stop_signals(asked, timeout=math.inf):
                 print(f"train.py: told to stop, and {operation} over {axis} took longer than "
                       f"--stop-timeout {timeout:g} s; ending without saving", file=sys.stderr)
                 os._exit(1)
+    with handled((signal.SIGTERM, signal.SIGINT),
+                 lambda number, frame: asked.append(signal.Signals(number).name), watch):
+        yield
+
+
+def patient(seconds=8.0):
+    """SIGTERM ends the process only after some seconds: torchrun sends it as soon as another rank
+    has died, when this one is about to notice and to say which."""
+    return handled((signal.SIGTERM,), lambda number, frame: None,
+                   lambda over: over.wait(seconds) or os._exit(128 + signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def handled(numbers, note, watch):
+    """While this lasts, note(number, frame) is the handler of these signals, and from the first one
+    on watch(over) runs in a thread, until the event `over`.
+
+    A rank that waits in a collective for one that is gone would not even notice the signal: Python
+    runs handlers between two of its own instructions. So the system also writes a byte into a
+    socket, which wakes the thread.
+    """
     over = threading.Event()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, note) for number in numbers}
     fd_before = signal.set_wakeup_fd(writer.fileno())
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=lambda: reader.recv(1) and watch(over), daemon=True).start()
     try:
         yield
     except CollectiveError:  # torchrun's SIGTERM must not end this before it has said who is gone
@@ -992,7 +1011,7 @@ def parity_steps(plan, mesh, steps=3):
         metrics = train_step(run)
         for kind in ("loss", "grad_norm", "max_vio", "balance_loss"):
             if kind in metrics:
-                found[kind, f"step {run.step}"] = torch.tensor([metrics[kind]]).double()
+                found[kind, f"step {run.step}"] = torch.tensor([metrics[kind]], dtype=torch.float64)
     found.update((("weight", name), piece(master, master, mesh))
                  for name, master in masters.items())
     return found
@@ -1002,7 +1021,8 @@ def assemble(found, mesh):
     """The full tensors of parity_steps() on rank 0, from the ranks' pieces; None elsewhere."""
     parts = [None] * mesh.world_size if mesh.rank == 0 else None
     if mesh.world_size > 1:
-        dist.gather_object(found, parts)
+        with attributed(mesh["world"], "gather"):
+            dist.gather_object(found, parts)
     else:
         parts = [found]
     if mesh.rank:
@@ -1053,7 +1073,8 @@ def check_parity(plan, mesh, report=print):
         code = [int(set(ours) != set(reference) or max(worst.values())[0] > 1e-9)]
         report("FAILED: this layout is not the same run" if code[0] else "PASS")
     if mesh.world_size > 1:
-        dist.broadcast_object_list(code)
+        with attributed(mesh["world"], "broadcast"):
+            dist.broadcast_object_list(code)
     return code[0]
 
 
@@ -1135,11 +1156,14 @@ def main(argv=None):
     try:
         plan = prepare(args, report)
     except (ValueError, OSError) as error:
-        report(f"train.py: {error}", file=sys.stderr)
+        if rank:  # torchrun ends this one as soon as rank 0 has said the same
+            time.sleep(10)
+        print(f"train.py: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
         return 2
     store = join(plan)
     try:
-        code = run_plan(plan, report)
+        with patient() if store else contextlib.nullcontext():
+            code = run_plan(plan, report)
     except CollectiveError as error:
         end_abandoned(store, rank, world_size, error)
     except OSError as error:
