@@ -349,7 +349,10 @@ class Transformer(nn.Module):
                 for name, block in self.blocks.items()}
 
     def head_weight(self):
-        return (self.embed if self.head is None else self.head).weight  # (v, d)
+        """(v, d). Detached under no_grad: a Function asks the tensor alone whether its gradient is
+        wanted, and head_loss would form one in every validation."""
+        weight = (self.embed if self.head is None else self.head).weight
+        return weight if torch.is_grad_enabled() else weight.detach()
 
     def logits(self, hidden):
         """hidden (..., d) -> (..., v) in float32 (float64 in float64)."""

@@ -24,7 +24,8 @@ sequence shards, and the next pair begins with an all-gather, which together are
 
 A layer cut by columns computes its weights' gradients while its input's is being reduced. What sees
 only a sequence shard, or the gradients of some heads only (norms, router, down-projections), has
-partial sums as gradients; sum_partial_gradients() adds them up in one call a step.
+partial sums as gradients; sum_partial_gradients() adds them up in one call a step, in float32.
+Hidden states are summed in the compute type, as elsewhere: tp numbers, not a batch of them.
 
 Numbers that a rank sends a token, times (tp-1)/tp, forward, and as many backward (bytes_sent()):
 

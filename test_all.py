@@ -43,6 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as repeat_forward
+from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import collectives
@@ -859,6 +860,18 @@ def test_full_logits_never_exist():
         loss = model_file.ChunkedCrossEntropy.apply(hidden, weight, torch.zeros(4096).long(), 1.0)
         loss.backward()
     assert seen.numel <= 2 ** 25 < 4096 * 2 ** 17
+
+
+def test_a_validation_forms_no_gradient_of_the_head():
+    """512 rows of the head and 1,000 tokens: in training there is a product of each kind."""
+    model, hidden = built(make_config("tiny")), torch.randn(1, 1000, 64)
+    flops = {}
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), FlopCounterMode(display=False) as counted:
+            model.head_loss(hidden, torch.zeros(1, 1000).long())
+        flops[mode] = counted.get_total_flops()
+    assert flops[torch.no_grad] == 2 * 1000 * 64 * 512
+    assert flops[torch.enable_grad] == 2 * flops[torch.no_grad]
 
 
 def _model_attention(q, k, v, scale):
