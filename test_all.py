@@ -2173,9 +2173,11 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--tp", "2"], "tensor_parallel.py"), (["--dp", "2"], "= 2 ranks, and 1 were started"),
+    (["--tp", "2"], "tp 2 = 2 does not divide the 1 ranks"),
+    (["--dp", "2"], "= 2 ranks, and 1 were started"), (["--tp", "0"], "at least 1"),
     (["--fsdp", "2"], "does not divide the 1 ranks"), (["--fsdp", "0"], "at least 1"),
-    (["--dp", "0"], "at least 1"), (["--pp-schedule", "zb-v"], "pipeline.py"),
+    (["--dp", "0"], "at least 1"), (["--check-parity", "--eval-only"], "--eval-only out"),
+    (["--collective-timeout", "1e30"], "at most 1e9"), (["--pp-schedule", "zb-v"], "pipeline.py"),
     (["--cp-method", "ulysses"], "ring_attention.py"), (["--ep", "2"], "expert_parallel.py"),
     (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
@@ -2587,7 +2589,7 @@ def _collectives_late(rank, n, folder):
 
 def test_a_collective_that_waits_too_long_names_rank_and_operation(tmp_path):
     said = ranks(2, _collectives_late, str(tmp_path))[0]
-    assert re.match(r"rank 0: all_reduce over dp \(ranks 0, 1\) failed after [23] s", said), said
+    assert re.match(r"rank 0: all_reduce over dp \(ranks 0, 1\) failed after [2-9] s", said), said
 
 
 # ---- ddp.py ----
