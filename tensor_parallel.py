@@ -65,6 +65,7 @@ CUTS = {
 }  # all others are whole on every rank, and their gradients partial sums over tp
 
 IGNORED = -100  # the label of a position without a target, torch's own
+CHUNK_LOGITS = 2 ** 25  # logits that a rank has at a time: at most 128 MiB of float32
 
 
 # ---- which parameter is cut how ----
@@ -80,9 +81,11 @@ def check(config, tp):
     if not cuts_heads(tp):
         raise ValueError(f"tp={tp} and n_kv_heads={config.n_kv_heads}: one must divide the other; "
                          f"use {legal}")
-    for field in ("vocab_size", "inter_dim") + ("moe_inter_dim",) * bool(config.num_experts):
+    moe = config.n_moe_layers()
+    for field, used in (("vocab_size", True), ("inter_dim", moe < config.n_layers),
+                        ("moe_inter_dim", moe)):
         width = getattr(config, field)
-        if -(-width // tp) * (tp - 1) >= width:
+        if used and -(-width // tp) * (tp - 1) >= width:
             raise ValueError(f"tp={tp} leaves a rank without any of {field}={width}; use a smaller "
                              "--tp")
 
@@ -259,11 +262,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         local = pad_sequence(hidden, part).flatten(0, 1)  # (b s/tp, d)
         labels = F.pad(labels, (0, n * part - labels.shape[1]), value=IGNORED)
         labels = labels.unflatten(1, (n, part)).movedim(1, 0).flatten(1)  # (tp, b s/tp)
-        first = axis.rank * -(-vocab_size // n)
+        most = -(-vocab_size // n)  # rows of the fullest rank: all must agree on the chunks
+        first, chunk = axis.rank * most, max(min(CHUNK_LOGITS // most, 8192) // n, 256 // n, 1)
         grad_hidden = torch.empty_like(local) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        chunk = max(min(2 ** 25 // len(weight), 8192) // n, 256 // n, 1)
         starts = range(0, len(local), chunk)
         arriving = all_gather(local[:chunk], axis, asynchronous=True)
         for start in starts:

@@ -2899,8 +2899,13 @@ def test_no_rank_has_a_tensor_with_the_whole_vocabulary(tie):
         assert not found and seen > 500 and alone > 5
 
 
-def _tp_cross_entropy(rank, n, vocab, length, scale, ignored):
+def _tp_cross_entropy(rank, n, vocab, length, scale, ignored, chunk_logits=2 ** 25):
     """Loss, and this rank's gradients, of logits of size `scale` beside F.cross_entropy."""
+    with unittest.mock.patch.object(tensor_parallel, "CHUNK_LOGITS", chunk_logits):
+        return _tp_cross_entropy_error(rank, n, vocab, length, scale, ignored)
+
+
+def _tp_cross_entropy_error(rank, n, vocab, length, scale, ignored):
     torch.manual_seed(0)
     hidden = torch.randn(2, length, 4, dtype=torch.float64)
     weight = torch.randn(vocab, 4, dtype=torch.float64) * scale
@@ -2931,6 +2936,11 @@ def test_vocabulary_parallel_cross_entropy_is_torchs(n, vocab, length, scale, ig
     assert max(ranks(n, _tp_cross_entropy, vocab, length, scale, ignored)) < 1e-11
 
 
+def test_ranks_with_different_rows_of_the_vocabulary_agree_on_the_chunks():
+    """31 and 30 rows: by its own rows a rank would take 300 or 310 tokens at a time."""
+    assert max(ranks(2, _tp_cross_entropy, 61, 700, 1.0, 3, 31 * 600)) < 1e-11
+
+
 @pytest.mark.parametrize("tp, overrides, words", [
     (3, [], "tp=3 does not divide n_heads=4; use 1, 2, 4"),
     (8, [], "use 1, 2, 4"), (4, ["vocab_size=5"], "vocab_size=5"),
@@ -2947,6 +2957,8 @@ def test_key_value_heads_that_tp_can_not_share_are_refused():
         tensor_parallel.check(config, 3)
     for tp in (1, 2, 4, 12):
         tensor_parallel.check(config, tp)
+    unused = make_config("tiny", ["n_dense_layers=0", "inter_dim=1"])
+    tensor_parallel.check(unused, 2)  # no block has a dense SwiGLU
 
 
 def _tp_equal(rank, n, flags):
