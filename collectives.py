@@ -522,10 +522,14 @@ def gather_dim(x, axis, dim):
     return all_gather(x.contiguous()[None], axis).movedim(0, dim).flatten(dim, dim + 1)
 
 
+def parts_along(x, axis, dim):
+    """x cut into equal parts along dimension `dim`, one for each rank: (N, ...), contiguous."""
+    return x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).contiguous()
+
+
 def reduce_scatter_dim(x, axis, dim):
     """reduce_scatter() along dimension `dim`."""
-    parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
-    return reduce_scatter(parts.contiguous(), axis)[0]
+    return reduce_scatter(parts_along(x, axis, dim), axis)[0]
 
 
 def own_slice(x, axis, dim):

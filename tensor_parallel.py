@@ -48,8 +48,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from collectives import (Cut, Label, Mesh, Pair, all_gather, all_reduce, difference, label_of,
-                         ledger, local_part, paired_ratio, reduce_scatter, spawn, verdict)
+from collectives import (Cut, Label, Mesh, Pair, all_gather, all_reduce, difference, gather_dim,
+                         label_of, ledger, local_part, paired_ratio, parts_along, reduce_scatter,
+                         spawn, verdict)
 
 # Which dimension of a parameter is cut over tp: 0 the output features (by columns, the matrices
 # being stored transposed), 1 the input features (by rows). Stacked experts have the expert first.
@@ -146,11 +147,6 @@ class Sequence:
         """Whole sequences of `length` tokens, `batch` of them, are about to go through a layer."""
         self.batch, self.length = batch, length
 
-    def sizes(self):
-        """(positions of a stretch, how many of them this rank has)."""
-        part = -(-self.length // self.axis.size)
-        return part, min(max(self.length - self.axis.rank * part, 0), part)
-
 
 def pad_sequence(x, length):
     """x (b, s, ...) -> (b, length, ...), zeros behind."""
@@ -159,30 +155,36 @@ def pad_sequence(x, length):
 
 def gather(x, axis, length):
     """Sequence shards x (b, s/tp, ...) -> (b, s, ...)."""
-    part = -(-length // axis.size)
-    parts = all_gather(pad_sequence(x, part).contiguous()[None], axis)  # (tp, b, s/tp, ...)
-    return parts.movedim(0, 1).flatten(1, 2)[:, :length]
+    return gather_dim(pad_sequence(x, -(-length // axis.size)), axis, 1)[:, :length]
 
 
 def start_reducing(x, axis):
     """Partial sums x (b, s, ...) on their way to shards: a Pending of (1, b, s/tp, ...)."""
-    part = -(-x.shape[1] // axis.size)
-    parts = pad_sequence(x, part * axis.size).unflatten(1, (axis.size, part)).movedim(1, 0)
-    return reduce_scatter(parts.contiguous(), axis, asynchronous=True)
+    x = pad_sequence(x, x.shape[1] + -x.shape[1] % axis.size)
+    return reduce_scatter(parts_along(x, axis, 1), axis, asynchronous=True)
+
+
+def shard_length(length, axis):
+    """How many of a sequence's `length` positions this rank has."""
+    part = -(-length // axis.size)
+    return min(max(length - axis.rank * part, 0), part)
+
+
+def reduce(x, axis):
+    """Partial sums x (b, s, ...) -> this rank's shard of the sum (b, s/tp, ...)."""
+    return start_reducing(x, axis).wait()[0][:, :shard_length(x.shape[1], axis)]
 
 
 def gather_sequence(x, sequence):
     """x (b, s/tp, ...) -> (b, s, ...), to be used on each rank for a part of the work."""
-    axis, length, (_, mine) = sequence.axis, sequence.length, sequence.sizes()
-    return Pair.apply(x, lambda x: gather(x, axis, length),
-                      lambda grad: start_reducing(grad, axis).wait()[0][:, :mine])
+    axis, length = sequence.axis, sequence.length
+    return Pair.apply(x, lambda x: gather(x, axis, length), lambda grad: reduce(grad, axis))
 
 
 def reduce_sequence(x, sequence):
     """Partial sums x (b, s, ...) -> this rank's (b, s/tp, ...) of the sum."""
-    axis, length, (_, mine) = sequence.axis, sequence.length, sequence.sizes()
-    return Pair.apply(x, lambda x: start_reducing(x, axis).wait()[0][:, :mine],
-                      lambda grad: gather(grad, axis, length))
+    axis, length = sequence.axis, sequence.length
+    return Pair.apply(x, lambda x: reduce(x, axis), lambda grad: gather(grad, axis, length))
 
 
 # ---- linear layers ----
@@ -199,7 +201,7 @@ class ColumnParallel(torch.autograd.Function):
         """x (b, s/tp, d), weights (o/tp, d) each -> (b, s, o/tp) each."""
         full = gather(x, sequence.axis, sequence.length)  # (b, s, d)
         ctx.save_for_backward(full, *weights)
-        ctx.axis, ctx.mine = sequence.axis, sequence.sizes()[1]
+        ctx.axis = sequence.axis
         return tuple(F.linear(full, weight) for weight in weights)
 
     @staticmethod
@@ -212,7 +214,8 @@ class ColumnParallel(torch.autograd.Function):
             grad_full.addmm_(grad, weight)
         reducing = start_reducing(grad_full.view_as(full), ctx.axis)
         grad_weights = [grad.T @ full.flatten(0, 1) for grad in grads]
-        return reducing.wait()[0][:, :ctx.mine], None, *grad_weights
+        mine = shard_length(full.shape[1], ctx.axis)
+        return reducing.wait()[0][:, :mine], None, *grad_weights
 
 
 def column_parallel(layers, sequence, x):
@@ -370,7 +373,8 @@ def cut_experts(moe, sequence):
 
     def routed(x, gate_weights, expert_ids):
         """x (n/tp, d), gate_weights and expert_ids (n/tp, k) -> (n/tp, d)."""
-        shards = [t.unflatten(0, (sequence.batch, sequence.sizes()[1]))
+        mine = shard_length(sequence.length, sequence.axis)
+        shards = [t.unflatten(0, (sequence.batch, mine))
                   for t in (x, gate_weights, expert_ids.int())]
         x, gate_weights = (gather_sequence(t, sequence).flatten(0, 1) for t in shards[:2])
         expert_ids = gather(shards[2], sequence.axis, sequence.length).flatten(0, 1).long()

@@ -190,9 +190,9 @@ def check_flags(args):
     if args.check_parity:
         for name in ("resume", "eval_only", "profile", "tensorboard"):
             if getattr(args, name):
-                raise ValueError("--check-parity runs 3 steps of a new run and keeps nothing; leave "
-                                 f"--{name.replace('_', '-')} out (--init-from DIR starts it from "
-                                 "a checkpoint's weights)")
+                raise ValueError("--check-parity runs 3 steps of a new run and keeps nothing; "
+                                 f"leave --{name.replace('_', '-')} out (--init-from DIR starts "
+                                 "it from a checkpoint's weights)")
         args.dtype, args.out, args.save_every = "fp64", None, 0
     check_layout(args)
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
@@ -515,8 +515,8 @@ def train_step(run, asked=()):
         last = first + args.micro_batch_size >= count
         rows = slice(first, first + args.micro_batch_size)
         loss += forward_backward(run, batch, rows, seed, balance_seed, last)
-    tensor_parallel.sum_partial_gradients([m for _, m in run.owner.named_masters()],
-                                          run.mesh["tp"])
+    masters = [master for _, master in run.owner.named_masters()]
+    tensor_parallel.sum_partial_gradients(masters, run.mesh["tp"])
     loss, norm, balance_loss = sum_over_ranks(run, loss * speaks_for_batch(run), asked)
     loss, norm = loss / max(valid, 1), norm / scale
     stop_if_not_finite(run, "loss", loss)
@@ -528,7 +528,7 @@ def train_step(run, asked=()):
     lr = optim.learning_rate(run.updates, args.steps, args.lr, args.min_lr, args.warmup,
                              args.lr_schedule)
     if not overflow:
-        update(run, [master for _, master in run.owner.named_masters()], lr, norm, scale)
+        update(run, masters, lr, norm, scale)
     run.optimizer.zero_grad(set_to_none=True)
     reset_counts(model)
     run.scaler.update(overflow)
