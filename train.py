@@ -46,7 +46,7 @@ import data
 import optim
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
-                         ledger, local_part, local_region, mesh_sizes)
+                         leave, ledger, local_part, local_region, mesh_sizes)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
@@ -1181,4 +1181,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if launched()[1] > 1:
+        leave(exit_code)
+    sys.exit(exit_code)
