@@ -28,6 +28,7 @@ Course: 04:32:59 autograd and distributed training, 08:37:34 device meshes, 09:4
     python collectives.py --bench    ours beside torch's, 4 KB to 32 MB, 2 to 8 ranks
 """
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -193,9 +194,15 @@ def local_part(full, label, mesh):
 
 
 def counts_here(label, mesh):
-    """Whether this rank is the first of those that hold its part: sums over parts count it here."""
+    """Whether this rank is the first of those that hold its part: sums over parts count it here.
+
+    Pipeline ranks hold different parameters; two hold a tied weight, whose gradient is partial over
+    pp, and the first counts.
+    """
     cut_by = {cut.axis: cut.parts for cut in label.cuts}
     cut_axes = {axis for name in cut_by for axis in TOGETHER.get(name, (name,))}
+    if "pp" not in label.partial:
+        cut_axes.add("pp")
     view = mesh.expert_sizes if cut_axes & set(EXPERT_AXES[2:]) else mesh.sizes
     if any(mesh[axis].rank for axis in view if axis not in cut_axes):
         return False
@@ -212,9 +219,64 @@ def on_grad_ready(parameter, function):
 
 
 def grad_ready(parameter):
-    """The signal itself: sent after autograd has added up all uses of the parameter."""
-    for function in parameter.grad_listeners:
+    """The signal itself: sent after autograd has added up all uses of the parameter, or when a
+    gradient that had to wait is there."""
+    for function in getattr(parameter, "grad_listeners", ()):
         function(parameter)
+
+
+# ---- weight gradients that can wait ----
+#
+# Backward of y = x W computes grad x = grad y W^T, which the layer before is waiting for, and
+# grad W = x^T grad y, which nobody needs before the step's end. A pipeline schedule does the second
+# when the rank would idle.
+
+queues = []  # of the backward passes under way that leave weight gradients for later: none, or one
+
+
+@contextlib.contextmanager
+def weights_wait(queue):
+    """Backward passes in here put their weight gradients into the list `queue`, for drain()."""
+    queues.append(queue)
+    try:
+        yield
+    finally:
+        queues.pop()
+
+
+def weight_gradient(parameter, compute):
+    """What a layer's backward returns for its weight: compute(), or None when that has to wait."""
+    if not queues:
+        return compute()
+    queues[-1].append((parameter, compute))
+    return None
+
+
+@torch.no_grad()
+def drain(queue):
+    """Compute the gradients that waited, and say of each parameter that it is ready."""
+    while queue:
+        parameter, compute = queue.pop(0)
+        grad = compute()
+        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        if not any(other is parameter for other, _ in queue):
+            grad_ready(parameter)
+
+
+class Linear(torch.autograd.Function):
+    """x (..., i), weight (o, i) -> (..., o), as torch's, with a weight gradient that can wait."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        return grad @ ctx.weight, weight_gradient(
+            ctx.weight, lambda: grad.flatten(0, -2).T @ x.flatten(0, -2))
 
 
 # ---- 2. the collectives, from send and receive ----
@@ -491,6 +553,23 @@ def all_to_all(rows, axis, input_splits, output_splits, asynchronous=False):
     leaving = len(rows) - input_splits[axis.rank]
     return carry_out(axis, "all_to_all", rows, leaving * rows[:1].numel() * rows.element_size(),
                      start, asynchronous)
+
+
+def send(tensor, link):
+    """Start sending to the second of a link's two ranks: a Pending. B bytes. On one link messages
+    arrive in the order in which they were sent."""
+    def start():
+        works = [dist.isend(tensor, link.ranks[1], link.group)] if tensor.numel() else []
+        return works, lambda: tensor
+    return carry_out(link, "send", tensor, tensor.numel() * tensor.element_size(), start, True)
+
+
+def receive(tensor, link):
+    """Start filling `tensor` with the next message of the link's first rank: a Pending."""
+    def start():
+        works = [dist.irecv(tensor, link.ranks[0], link.group)] if tensor.numel() else []
+        return works, lambda: tensor
+    return carry_out(link, "receive", tensor, 0, start, True)
 
 
 def broadcast(tensor, axis, source=0, asynchronous=False):

@@ -42,14 +42,14 @@ class Bucket:
         self.flat = parameters[0].new_zeros(size + -size % parts, dtype=dtype)  # what is sent
         pieces = self.flat[:size].split([p.numel() for p in parameters])
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces)}
-        self.missing, self.pending = set(), None
+        self.missing, self.pending = {}, None
 
 
 class Replicas:
     """Gradients of `model` summed over the ranks of `axis`, in buckets, while backward runs.
 
     masters: parameter -> the tensor that the optimizer updates (itself, or its float32 master);
-    after end() of the last microbatch its .grad is the sum, a view of a bucket. Ranks start equal:
+    after finish() its .grad is the sum, a view of a bucket. Ranks start equal:
     parameters, masters and buffers are broadcast from the axis' first rank. A parameter that no
     rank used has a gradient of zeros; one that some did not use is reduced after backward.
     """
@@ -66,7 +66,7 @@ class Replicas:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         for p in named:
             on_grad_ready(p, self.add)
-        self.touched, self.launched, self.last = set(), 0, True
+        self.touched, self.launched = set(), 0
 
     def _fill_buckets(self, parameters):
         """Buckets of parameters in the order in which backward finishes them, each of one type."""
@@ -81,17 +81,17 @@ class Replicas:
             size += p.numel() * dtype.itemsize
         return buckets + [Bucket(waiting, self.masters[waiting[0]].dtype, self.axis.size)]
 
-    def begin(self, last):
-        """Before a microbatch's forward; last: the step's last one, whose backward reduces."""
-        self.last = last
-        if last:
-            self.launched = 0
-            for bucket in self.buckets:
-                bucket.missing = set(bucket.views)
+    def start(self, microbatches, twice=()):
+        """Before a step of so many microbatches: each parameter gets as many contributions. twice:
+        those that get two of each, a tied weight whose uses lie in two stages of a pipeline."""
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.missing = {p: microbatches * (2 if p in twice else 1) for p in bucket.views}
 
     @torch.no_grad()
     def add(self, parameter):
-        """A microbatch's gradient is complete: put it into the bucket, or add it, and free it.
+        """A microbatch's gradient is complete: put it into the bucket, or add it, and free it. With
+        the last one of all the bucket's parameters the bucket goes.
 
         The first is copied, since zeros would have to be written before it could be added.
         """
@@ -102,10 +102,10 @@ class Replicas:
             bucket.views[parameter].copy_(parameter.grad)
             self.touched.add(parameter)
         parameter.grad = None
-        if self.last:
-            bucket.missing.discard(parameter)
-            while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self._launch()
+        bucket.missing[parameter] -= 1
+        while self.launched < len(self.buckets) and not any(
+                self.buckets[self.launched].missing.values()):
+            self._launch()
 
     def _launch(self):
         """Reduce the next bucket; always in the same order, or ranks would mix up their buckets."""
@@ -116,10 +116,9 @@ class Replicas:
         bucket.pending = all_reduce(bucket.flat, self.axis, asynchronous=True)
         self.launched += 1
 
-    def end(self):
-        """After a microbatch's backward; after the last one's the masters' .grad are the sums."""
-        if not self.last:
-            return
+    def finish(self):
+        """After the step's last microbatch: reduce what is left; the masters' .grad become the
+        sums."""
         while self.launched < len(self.buckets):
             self._launch()
         for bucket in self.buckets:
@@ -168,12 +167,12 @@ def show(rank, n):
                                                                   alone.parameters()))}
     ledger.clear()
     for step, microbatches in enumerate(batch):
-        for i, tokens in enumerate(microbatches):  # (n, b, s)
-            replicas.begin(last=i == 1)
+        replicas.start(len(microbatches))
+        for tokens in microbatches:  # (n, b, s)
             toy_loss(model, tokens[rank], tokens[rank].flip(-1), use=rank == step).backward()
-            replicas.end()
             for r in range(n):
                 toy_loss(alone, tokens[r], tokens[r].flip(-1), use=r == step).backward()
+        replicas.finish()
         for (name, p), q in zip(model.named_parameters(), alone.parameters()):
             expected = torch.zeros_like(q) if q.grad is None else q.grad
             worst[f"step {step}, gradient of {name}"] = difference(p.grad, expected)
@@ -197,10 +196,10 @@ def show(rank, n):
 def bench_step(model, batch, masters, reducer=None):
     """One SGD step of `masters` on this rank's batch; without a reducer the model has its own."""
     if reducer:
-        reducer.begin(last=True)
+        reducer.start(1)
     model(batch).square().mean().backward()
     if reducer:
-        reducer.end()
+        reducer.finish()
     with torch.no_grad():
         used = [p for p in masters if p.grad is not None]
         torch._foreach_add_(used, [p.grad for p in used], alpha=-1e-6)

@@ -40,6 +40,7 @@ Course: 10:49:41 device meshes, DDP and FSDP; course C: ZeRO stages 1 to 3.
     python fsdp.py --bench    level 3 beside torch's fully_shard, 2 and 4 ranks
 """
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -175,18 +176,25 @@ class Sharded:
     compute copies), which the caller fills through named_masters(), then calls refresh(). A model
     that has values keeps them. dtype is the compute type; masters are float32, or float64.
     Experts that are cut over ep are sharded over efsdp, the ranks that hold the same experts.
+    stages: of a pipeline rank, the names of each stage's layers ("embed", "blocks.3", "norm").
     Raises ValueError for another level.
     """
 
-    def __init__(self, model, mesh, level, dtype=torch.float32, device="cpu"):
-        self.level, self.dp, self.last = level, mesh["dp"], True
+    def __init__(self, model, mesh, level, dtype=torch.float32, device="cpu", stages=None):
+        self.level, self.dp, self.last, self.reducing = level, mesh["dp"], True, False
+        self.piped = stages is not None
         wide = torch.promote_types(dtype, torch.float32)
         if level not in (1, 2, 3):
             raise ValueError(f"level {level}: use 1, 2 or 3; level 0 is ddp.Replicas")
         names = {p: name for name, p in model.named_parameters()}  # a tied weight comes once
-        heads = [model.norm] + ([model.head] if model.head is not None else [])
+        stages = stages or [["embed", *(f"blocks.{name}" for name in model.blocks), "norm"]]
+        self.names = [name for stage in stages for name in stage]
+        self.stages = [[self.names.index(name) for name in stage] for stage in stages]
         self.layers = []  # in the order of use, each a list of units
-        for modules in ([model.embed], *([b] for b in model.blocks.values()), heads):
+        for name in self.names:
+            modules, tied = [model.get_submodule(name)], model.head is None
+            if name == "norm" and not (tied and "embed" in self.names):
+                modules.append(model.embed if tied else model.head)
             parameters = [p for m in modules for p in m.parameters()]
             self.layers.append([
                 self._make_unit([(names[p], p) for p in parameters if _axis_name(p) == axis],
@@ -197,7 +205,8 @@ class Sharded:
                    for slot, master in zip(unit.slots, unit.masters)}
         self.masters = [(name, masters[name]) for name in names.values()]
         # the head's matrix is used after the layers, by head_loss; tied, it is the embedding's
-        self.stays = {len(self.layers) - 1} | ({0} if model.head is None else set())
+        self.head = [self.names.index(name) for name in ("norm", *["embed"] * (model.head is None))
+                     if "norm" in self.names and name in self.names]
         self._wrap(model)
         self.refresh()
 
@@ -233,15 +242,19 @@ class Sharded:
     # -- forward and backward
 
     def _wrap(self, model):
-        modules = [model.embed, *model.blocks.values(), model.norm]
-        for index, module in enumerate(modules):
+        for index, name in enumerate(self.names):
+            module = model.get_submodule(name)
             module.forward = functools.partial(self._forward, index, module.forward)
         head_loss = model.head_loss
 
         def loss(*args):
+            for index in self.head:
+                self._need(index)
             result = head_loss(*args)
             if not torch.is_grad_enabled():
-                self._release_all()
+                self._release_all(range(len(self.layers)))
+            elif self.piped and "embed" in self.names:
+                self._release(self.names.index("embed"))
             return result
         model.head_loss = loss
 
@@ -252,20 +265,26 @@ class Sharded:
             x = Boundary.apply(x, functools.partial(self._leave, index))
         self._need(index, index + 1)
         out = plain(x, *args)
-        if with_grad and 0 < index < len(self.layers) - 1:
-            out = Boundary.apply(out, lambda: self._need(index, index - 1 if index > 1 else None))
-        kept = index in self.stays or (with_grad and index == len(self.layers) - 2)
+        if with_grad and self.names[index] != "embed":  # its backward needs no weight
+            out = Boundary.apply(out, lambda: self._need(index, index - 1, backward=True))
+        kept = index in self.head and not (self.piped and self.names[index] == "embed")
+        # between forward and backward of one microbatch a pipeline does those of others
+        kept = kept or (with_grad and not self.piped and index == len(self.layers) - 2)
         if not kept:
             self._release(index)
         return out
 
-    def _need(self, index, ahead=None):
-        """Have a layer's parameters here, and those of layer `ahead` on the way."""
+    def _stage(self, index):
+        """The indices of the stage that a layer belongs to."""
+        return next(stage for stage in self.stages if index in stage)
+
+    def _need(self, index, ahead=None, backward=False):
+        """Have a layer's parameters here, and those of layer `ahead` of its stage on the way."""
         self._start(index)
         for unit in self.layers[index]:
             if not unit.present:
                 unit.finish_gather()
-        if ahead is not None and ahead < len(self.layers):
+        if ahead in self._stage(index) and not (backward and self.names[ahead] == "embed"):
             self._start(ahead)
 
     def _start(self, index):
@@ -278,26 +297,39 @@ class Sharded:
             for unit in self.layers[index]:
                 unit.release()
 
-    def _release_all(self):
-        for index in range(len(self.layers)):
+    def _release_all(self, indices):
+        for index in indices:
             self._release(index)
 
     def _leave(self, index):
         """The last thing in a layer's backward: no more use for its parameters, and its gradients
         are as complete as this microbatch makes them, since autograd adds them up before it goes on
         to the layer before. Layers behind it that this rank did not use go first: every rank
-        reduces in the same order."""
+        reduces in the same order. Where weight gradients wait, so does this."""
         self._release(index)
-        for later in range(len(self.layers) - 1, index - 1, -1):
-            self._reduce(later)
+        for later in reversed(self._stage(index)):
+            if later >= index and self.reducing:
+                self._reduce(later)
 
     # -- gradients
 
-    def begin(self, last):
-        """Before a microbatch's forward; last: the step's last one."""
-        self.last = last
-        for unit in self.units:
-            unit.reduced = False
+    @contextlib.contextmanager
+    def microbatch(self, last, stage=0):
+        """Context of one microbatch; `last`: the step's last one. Of a pipeline rank: of what ends
+        one microbatch's gradients of the stage, all of its backward pass or the part that waited.
+        """
+        self.last, self.reducing = last, True
+        layers = self.stages[stage]
+        for index in layers:
+            for unit in self.layers[index]:
+                unit.reduced = False
+        yield
+        if not self.piped:
+            self._release_all(layers)
+        for index in reversed(layers):
+            self._reduce(index)  # the embedding, and what had no backward
+        self._complete()
+        self.reducing = False
 
     @torch.no_grad()
     def _reduce(self, index):
@@ -331,15 +363,8 @@ class Sharded:
             if self.last and self.dp.size > 1:
                 unit.replicating = all_reduce(unit.grad, self.dp, asynchronous=True)
 
-    def end(self):
-        """After a microbatch's backward; after the last one's the masters' .grad are the sums."""
-        if self.level == 3:
-            self._release_all()
-        for index in reversed(range(len(self.layers))):
-            self._reduce(index)  # the embedding, and what had no backward
-        self._complete()
-        if not self.last:
-            return
+    def finish(self):
+        """After the step's last microbatch: the masters' .grad become the sums."""
         for unit in self.units:
             if unit.replicating is not None:
                 unit.replicating.wait()
@@ -402,12 +427,11 @@ def train_steps(model, reducer, rows, steps=2):
     masters = dict(reducer.named_masters() if reducer else model.named_parameters())
     for batch in rows:
         for i, tokens in enumerate(batch):
-            if reducer:
-                reducer.begin(last=i == 1)
-            hidden = model(tokens, balance_seed=0.1)
-            model.head_loss(hidden, tokens.roll(-1, 1), 0.01).backward(torch.tensor(0.01))
-            if reducer:
-                reducer.end()
+            with reducer.microbatch(last=i == 1) if reducer else contextlib.nullcontext():
+                hidden = model(tokens, balance_seed=0.1)
+                model.head_loss(hidden, tokens.roll(-1, 1), 0.01).backward(torch.tensor(0.01))
+        if reducer:
+            reducer.finish()
         grads = {name: master.grad.clone() for name, master in masters.items()}
         with torch.no_grad():
             for master in masters.values():
@@ -465,12 +489,14 @@ def measure_memory(level, rank, n):
                             if k != "step"]
         return live_bytes(known)
     for _ in range(2):
-        reducer.begin(last=True)
-        before = alive()["activations and others"]
-        loss = model.head_loss(model(tokens), tokens, 1.0)
-        activations = alive()["activations and others"] - before
-        loss.backward()
-        reducer.end()
+        if not level:
+            reducer.start(1)
+        with reducer.microbatch(last=True) if level else contextlib.nullcontext():
+            before = alive()["activations and others"]
+            loss = model.head_loss(model(tokens), tokens, 1.0)
+            activations = alive()["activations and others"] - before
+            loss.backward()
+        reducer.finish()
         optimizer.step()
         optimizer.zero_grad()
         owner.refresh()

@@ -335,14 +335,19 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1])
-        x = self.embed(tokens)  # (b, s, d)
+        hidden = self.embed(tokens)
+        return self.norm(self.through(self.blocks, hidden, positions, document_ids, balance_seed,
+                                      caches))
+
+    def through(self, names, x, positions, document_ids=None, balance_seed=0.0, caches=None):
+        """x (b, s, d) through the blocks of these names; the rest as forward() has it."""
         table = [t.to(x.device) for t in self.rope_table(positions, x.dtype)]
         positions = positions.to(x.device)
         mask = None if document_ids is None else document_mask(document_ids)
-        for name, block in self.blocks.items():
+        for name in names:
             cache = None if caches is None else caches[name]
-            x = block(x, table, mask, balance_seed, positions, cache)
-        return self.norm(x)
+            x = self.blocks[name](x, table, mask, balance_seed, positions, cache)
+        return x
 
     def new_caches(self, batch, max_len, device=None, dtype=None):
         return {name: block.attn.new_cache(batch, max_len, device, dtype)

@@ -22,6 +22,8 @@ import sys
 
 import torch
 
+from collectives import on_grad_ready
+
 WSD_DECAY = 0.2  # the last fifth of the steps decays; our choice (MiniCPM: a tenth)
 
 
@@ -115,7 +117,7 @@ class MixedPrecision:
                 parameter.data = parameter.data.to(dtype)
                 self.copies[parameter] = master
                 if accumulate:
-                    parameter.register_post_accumulate_grad_hook(self.accumulate)
+                    on_grad_ready(parameter, self.accumulate)
             self.masters[name] = master
 
     def named_masters(self):

@@ -48,9 +48,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from collectives import (Cut, Label, Mesh, Pair, all_gather, all_reduce, difference, gather_dim,
-                         label_of, ledger, local_part, paired_ratio, parts_along, reduce_scatter,
-                         spawn, verdict)
+from collectives import (Cut, Label, Linear, Mesh, Pair, all_gather, all_reduce, difference,
+                         gather_dim, label_of, ledger, local_part, paired_ratio, parts_along,
+                         queues, reduce_scatter, spawn, verdict, weight_gradient)
 
 # Which dimension of a parameter is cut over tp: 0 the output features (by columns, the matrices
 # being stored transposed), 1 the input features (by rows). Stacked experts have the expert first.
@@ -96,13 +96,13 @@ def cut_parameters(model, mesh):
     axis = mesh["tp"]
     for name, whole in list(model.named_parameters()):
         short = re.sub(r"^blocks\.\d+\.", "", name)
-        label, partial = label_of(whole), ("data", "tp")
+        label, partial = label_of(whole), ("tp",)
         if short in CUTS:
-            parts, partial = axis.size, ("data",)
+            parts, partial = axis.size, ()
             if short in ("attn.wk.weight", "attn.wv.weight") and model.config.n_kv_heads < parts:
-                parts, partial = model.config.n_kv_heads, ("data", "tp")  # neighbours hold the same
+                parts, partial = model.config.n_kv_heads, ("tp",)  # neighbours hold the same
             label = Label(label.shape, (*label.cuts, Cut("tp", CUTS[short], parts)))
-        label = Label(label.shape, label.cuts, partial)
+        label = Label(label.shape, label.cuts, (*label.partial, *partial))
         local = nn.Parameter(local_part(whole.detach(), label, mesh).clone())
         local.label = label
         module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -200,22 +200,34 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x, sequence, *weights):
         """x (b, s/tp, d), weights (o/tp, d) each -> (b, s, o/tp) each."""
         full = gather(x, sequence.axis, sequence.length)  # (b, s, d)
-        ctx.save_for_backward(full, *weights)
-        ctx.axis = sequence.axis
+        ctx.save_for_backward(full)
+        ctx.axis, ctx.weights = sequence.axis, weights
         return tuple(F.linear(full, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *grads):
         """grads (b, s, o/tp) each."""
-        full, *weights = ctx.saved_tensors
+        (full,), axis, weights = ctx.saved_tensors, ctx.axis, ctx.weights
         grads = [grad.flatten(0, 1) for grad in grads]  # (b s, o/tp)
         grad_full = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:]):
             grad_full.addmm_(grad, weight)
-        reducing = start_reducing(grad_full.view_as(full), ctx.axis)
-        grad_weights = [grad.T @ full.flatten(0, 1) for grad in grads]
-        mine = shard_length(full.shape[1], ctx.axis)
+        reducing = start_reducing(grad_full.view_as(full), axis)
+        mine, read = shard_length(full.shape[1], axis), kept_input(full, axis)
+        grad_weights = [weight_gradient(weight, functools.partial(
+            lambda grad: grad.T @ read(), grad)) for grad, weight in zip(grads, weights)]
         return reducing.wait()[0][:, :mine], None, *grad_weights
+
+
+def kept_input(full, axis):
+    """A function that returns full (b, s, d) as (b s, d): at once, or where the weight gradients
+    have to wait from this rank's shard, which is all that is kept, gathered again by the first."""
+    if not queues:
+        return lambda: full.flatten(0, 1)
+    length, mine = full.shape[1], shard_length(full.shape[1], axis)
+    first = axis.rank * -(-length // axis.size)
+    shard = full[:, min(first, length):min(first, length) + mine].clone()
+    return functools.cache(lambda: gather(shard, axis, length).flatten(0, 1))
 
 
 def column_parallel(layers, sequence, x):
@@ -225,7 +237,7 @@ def column_parallel(layers, sequence, x):
 
 def row_parallel(layer, sequence, x):
     """An nn.Linear that is cut by rows: x (b, s, o/tp) -> (b, s/tp, d)."""
-    return reduce_sequence(F.linear(x, layer.weight), sequence)
+    return reduce_sequence(Linear.apply(x, layer.weight), sequence)
 
 
 def gather_outputs(project, sequence, x):
@@ -333,7 +345,8 @@ def parallelize(model, mesh):
     check(model.config, axis.size)
     cut_parameters(model, mesh)
     sequence = Sequence(axis)
-    model.embed.forward = functools.partial(embed, model.embed, sequence)
+    if model.embed is not None:  # of a pipeline's stages only the first looks tokens up
+        model.embed.forward = functools.partial(embed, model.embed, sequence)
     for block in model.blocks.values():
         block.forward = functools.partial(enter_block, sequence, block.forward)
         cut_attention(block.attn, sequence)

@@ -652,7 +652,7 @@ def test_golden_balance_loss_and_bias_update():
         moe.reset_counts(layer)
         layer.expert_bias.zero_()
         layer.tokens_per_expert += torch.tensor(counts)
-        assert moe.max_violation(layer) == violation
+        assert moe.max_violation(layer.tokens_per_expert[None]) == violation
         moe.update_expert_bias(layer, 0.001)
         assert torch.equal(layer.expert_bias, 0.001 * torch.tensor(moved, dtype=torch.float32))
 
@@ -2617,11 +2617,11 @@ def _ddp_buckets(rank, n):
     replicas._launch = noted
     x = torch.full((2, 512), float(rank + 1))
     collectives.ledger.clear()
-    for last in (False, True):
-        replicas.begin(last)
+    replicas.start(2)
+    for _ in range(2):
         model(x).square().sum().backward()
         during = len(launched)
-        replicas.end()
+    replicas.finish()
     pointers = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     sizes = [bucket.flat.numel() * 4 for bucket in replicas.buckets]
     order = [p for bucket in replicas.buckets for p in bucket.views]
@@ -2725,9 +2725,9 @@ def _fsdp_peak(rank, n, recompute):
     between = [held()]
     tokens = torch.randint(256, (2, 16))
     with _FsdpGathered(sharded) as watched:
-        sharded.begin(last=True)
-        model.head_loss(model(tokens), tokens).backward()
-        sharded.end()
+        with sharded.microbatch(last=True):
+            model.head_loss(model(tokens), tokens).backward()
+        sharded.finish()
     between.append(held())
     with torch.no_grad():
         model.head_loss(model(tokens), tokens)
@@ -2775,9 +2775,9 @@ def _fsdp_unused(rank, n, level):
         x = block(x, table) if r == 0 else x
         x = model.blocks["2"](x, table)
         return model.head_loss(model.norm(x), tokens)
-    sharded.begin(last=True)
-    loss(model, rank).backward()
-    sharded.end()
+    with sharded.microbatch(last=True):
+        loss(model, rank).backward()
+    sharded.finish()
     for r in range(n):
         loss(alone, r).backward()
     expected = {name: p.grad for name, p in alone.named_parameters()}

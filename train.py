@@ -44,6 +44,7 @@ import torch.distributed as dist
 import checkpoint
 import data
 import optim
+import pipeline
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
                          leave, ledger, local_part, local_region, mesh_sizes)
@@ -52,7 +53,7 @@ from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
                    flops_per_token, full_value, generate, make_config, override_config, sample,
                    starting_part, total_parameters, zero_buffers)
-from moe import max_violation, moe_layers, reset_counts, update_expert_bias
+from moe import max_violation, reset_counts, update_expert_bias
 
 # Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
 # contains counts.
@@ -64,8 +65,6 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
     "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
-    "pp": (1, "pipeline.py"), "pp_schedule": ("1f1b", "pipeline.py"),
-    "virtual_stages": (1, "pipeline.py"),
     "ep": (1, "expert_parallel.py"), "etp": (1, "expert_parallel.py"),
     "async_save": (False, "a process group of its own"),
 }
@@ -113,15 +112,16 @@ FLAGS = {
     "layout": [
         ("--dp", value(int, None, "data-parallel replicas; none = the ranks left over")),
         ("--fsdp", value(int, 1, "ranks that share parameters, gradients, optimizer state")),
-        ("--zero", dict(type=int, help="what fsdp shards: 1 optimizer state, 2 gradients too, 3 "
-                        "parameters too; none = 3, or 0 with --fsdp 1", choices=[0, 1, 2, 3])),
+        ("--zero", dict(type=int, choices=[0, 1, 2, 3], help="what fsdp shards: 1 optimizer state, "
+                        "2 gradients too, 3 parameters too; none = 3, or 1 with --pp, or 0 with "
+                        "--fsdp 1")),
         ("--cp", value(int, 1, "ranks that share a sequence")),
         ("--cp-method", choice("ring", ["ring", "allgather", "ulysses"], "how they attend")),
         ("--tp", value(int, 1, "ranks that share each layer")),
         ("--pp", value(int, 1, "pipeline ranks")),
         ("--pp-schedule", choice("1f1b", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v",
                                           "dualpipe-v"], "pipeline schedule")),
-        ("--virtual-stages", value(int, 1, "pipeline stages per rank")),
+        ("--virtual-stages", value(int, 1, "stages per rank of the interleaved schedule")),
         ("--ep", value(int, 1, "ranks that share the experts")),
         ("--etp", value(int, 1, "ranks that share each expert")),
         ("--device", choice("auto", ["auto", "cpu", "cuda"], "auto = cuda where there is one"))],
@@ -182,7 +182,8 @@ def check_flags(args):
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
-                        ("fsdp", 1), ("tp", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
+                        ("fsdp", 1), ("tp", 1), ("pp", 1), ("virtual_stages", 1),
+                        ("collective_timeout", 1), ("stop_timeout", 1)):
         number = getattr(args, name)
         if not least <= number <= 1e9:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least} and at "
@@ -226,7 +227,7 @@ def launched():
 
 def layout_of(args):
     """Axis -> size, as the flags say."""
-    return {axis: getattr(args, axis) for axis in ("dp", "fsdp", "tp")}
+    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "tp")}
 
 
 def check_layout(args):
@@ -236,13 +237,23 @@ def check_layout(args):
         raise ValueError(f"--dp {args.dp} must be at least 1")
     sizes, _ = mesh_sizes(launched()[1], **layout_of(args))
     args.dp = sizes["dp"]
-    args.zero = (3 if args.fsdp > 1 else 0) if args.zero is None else args.zero
+    if args.zero is None:
+        args.zero = 0 if args.fsdp == 1 else 3 if args.pp == 1 else 1
     readers = args.dp * args.fsdp
     if args.batch_size % readers:
         raise ValueError(f"--batch-size {args.batch_size} can't be divided among dp {args.dp} x "
                          f"fsdp {args.fsdp} = {readers} ranks; use "
                          f"{max(args.batch_size // readers, 1) * readers} or "
                          f"{(args.batch_size // readers + 1) * readers}")
+    if args.pp == 1 and (args.pp_schedule, args.virtual_stages) != ("1f1b", 1):
+        raise ValueError(f"--pp-schedule {args.pp_schedule} --virtual-stages {args.virtual_stages} "
+                         "order the work of pipeline ranks, and there is one; add --pp N or leave "
+                         "them out")
+
+
+def count_microbatches(args):
+    """How many microbatches a rank does in a step."""
+    return -(-args.batch_size // (args.dp * args.fsdp * args.micro_batch_size))
 
 
 def check_writable(out):
@@ -285,6 +296,7 @@ class Run(Plan):
     """What a run holds; set_up() makes it, train_step() advances it."""
     mesh: Mesh
     model: Transformer
+    stages: pipeline.Pipeline | None  # with --pp: this rank's part of the model, and who runs it
     owner: object    # of master weights: optim.MixedPrecision or fsdp.Sharded
     reducer: object  # of gradients over ranks: ddp.Replicas, fsdp.Sharded, or None on one rank
     counted: list    # masters whose gradients this rank adds to the norm: each part stands once
@@ -307,6 +319,9 @@ def prepare(args, report=print):
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
     tensor_parallel.check(config, args.tp)
+    if args.pp > 1:
+        pipeline.check(args.pp_schedule, args.pp, count_microbatches(args), args.virtual_stages,
+                       config.n_layers)
     device = pick_device(args.device)
     refuse_too_large(args.model or "the model", config, device, training_bytes(args))
     tokenizer = data.load_tokenizer(args.tokenizer)
@@ -332,18 +347,22 @@ def set_up(args, report=print):
 
 def build(plan, mesh, report=print):
     """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
-    on the meta device, tensor parallelism, recompute, memory and values, data parallelism,
-    optimizer."""
+    on the meta device, pipeline stages, tensor parallelism, recompute, memory and values, data
+    parallelism, optimizer."""
     args, dtype = plan.args, DTYPES[plan.args.dtype]
     with torch.device("meta"):
         model = Transformer(plan.config)
     if args.compile:
         compile_regions(model)
+    stages = None
+    if args.pp > 1:
+        stages = pipeline.split(model, mesh, args.pp_schedule, args.virtual_stages)
     tensor_parallel.parallelize(model, mesh)
     apply_recompute(model, args.recompute)
     if args.zero:
         zero_buffers(model, plan.device)
-        owner = reducer = Sharded(model, mesh, args.zero, dtype, plan.device)
+        owner = reducer = Sharded(model, mesh, args.zero, dtype, plan.device,
+                                  stages and stages.layer_names())
         fill(owner.named_masters(), plan, mesh)
     else:
         take_memory(model, plan.device, torch.promote_types(dtype, torch.float32))
@@ -356,8 +375,8 @@ def build(plan, mesh, report=print):
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
     counted = [master for _, master in owner.named_masters()
                if counts_here(label_of(master), mesh)]
-    run = Run(**vars(plan), mesh=mesh, model=model, owner=owner, reducer=reducer, counted=counted,
-              optimizer=optimizer, scaler=optim.LossScaler(dtype))
+    run = Run(**vars(plan), mesh=mesh, model=model, stages=stages, owner=owner, reducer=reducer,
+              counted=counted, optimizer=optimizer, scaler=optim.LossScaler(dtype))
     if plan.resumed:
         load(run, plan.resumed, report)
     elif plan.source:
@@ -421,8 +440,9 @@ def available_memory(device):
 
 def training_bytes(args):
     """Bytes per parameter of the whole model on this rank: itself and, when training, gradient,
-    master weight, optimizer state (the table of fsdp.py). tp cuts all but a few."""
-    parameters, gradients, moments = (size / args.tp for size in bytes_held(
+    master weight, optimizer state (the table of fsdp.py). tp cuts all but a few, pp by
+    blocks."""
+    parameters, gradients, moments = (size / args.tp / args.pp for size in bytes_held(
         1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp))
     if args.eval_only:  # levels 2 and 3 have their shard of the gradients from the start
         return parameters + (gradients if args.zero > 1 else 0)
@@ -510,21 +530,19 @@ def train_step(run, asked=()):
     valid = (batch.labels != data.IGNORED).sum().double().to(run.device) * speaks_for_batch(run)
     valid = int(all_reduce(valid, run.mesh["world"]))
     seed, balance_seed = scale / max(valid, 1), scale / args.batch_size
-    loss = 0.0
-    for first in range(0, count, args.micro_batch_size):
-        last = first + args.micro_batch_size >= count
-        rows = slice(first, first + args.micro_batch_size)
-        loss += forward_backward(run, batch, rows, seed, balance_seed, last)
+    loss = forward_backward(run, batch, seed, balance_seed)
     masters = [master for _, master in run.owner.named_masters()]
     tensor_parallel.sum_partial_gradients(masters, run.mesh["tp"])
-    loss, norm, balance_loss = sum_over_ranks(run, loss * speaks_for_batch(run), asked)
+    if run.stages:
+        run.stages.sum_tied_gradients(masters)
+    loss, norm, balance_loss, counts = sum_over_ranks(run, loss * speaks_for_batch(run), asked)
     loss, norm = loss / max(valid, 1), norm / scale
     stop_if_not_finite(run, "loss", loss)
     overflow = not math.isfinite(norm)
     if not run.scaler.active:
         stop_if_not_finite(run, "gradient norm", norm)
 
-    violation = max_violation(model)
+    violation = max_violation(counts)
     lr = optim.learning_rate(run.updates, args.steps, args.lr, args.min_lr, args.warmup,
                              args.lr_schedule)
     if not overflow:
@@ -541,48 +559,81 @@ def train_step(run, asked=()):
 
 def speaks_for_batch(run):
     """Whether this rank is the one whose losses and counts stand for its batch in sums over all
-    ranks: those of a tp group know the same."""
-    return run.mesh["tp"].rank == 0
+    ranks: those of a tp group know the same, and of a pipeline's only the last stage's the loss."""
+    return run.mesh["tp"].rank == 0 and (run.stages is None or run.stages.has_last)
 
 
-def forward_backward(run, batch, rows, seed, balance_seed, last):
-    """One microbatch, rows of the batch; the step's `last` one leaves all gradients summed over
-    the ranks. Returns this rank's summed token loss."""
+def forward_backward(run, batch, seed, balance_seed):
+    """The microbatches of this rank's rows, one after the other or by the pipeline's schedule; all
+    gradients are then summed over the ranks. Returns this rank's summed token loss."""
+    size, count, losses = run.args.micro_batch_size, len(batch.tokens), []
+    rows = [slice(first, first + size) for first in range(0, count, size)]
+    bracket = run.owner.microbatch if run.args.zero else lambda *_: contextlib.nullcontext()
+    if run.reducer and not run.args.zero:
+        twice = {p for name, p in run.model.named_parameters()
+                 if run.stages and name in run.stages.twice}
+        run.reducer.start(len(rows), twice)
+    if run.stages:
+        losses = run.stages.train(
+            len(rows), lambda stage, i, x: token_loss(run, batch, rows[i], seed, balance_seed,
+                                                      stage, x),
+            lambda i: blank(run, len(batch.tokens[rows[i]])), seed,
+            lambda last, stage: bracket(last, run.stages.stages.index(stage)))
+    else:
+        for part in rows:
+            with bracket(part is rows[-1]):
+                loss = token_loss(run, batch, part, seed, balance_seed)
+                loss.backward(torch.full_like(loss, seed))
+            losses.append(loss.detach())
     if run.reducer:
-        run.reducer.begin(last)
-    loss = token_loss(run, batch, rows, seed, balance_seed)
-    loss.backward(torch.full_like(loss, seed))
-    if run.reducer:
-        run.reducer.end()
-    return loss.item()
+        run.reducer.finish()
+    return sum(loss.item() for loss in losses)
 
 
-def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0):
-    """Token loss summed over some rows of a batch, which come to the device for it."""
+def blank(run, sequences):
+    """Memory for the hidden states of so many sequences, as they travel between stages."""
+    length = tensor_parallel.shard_length(run.args.seq_len, run.mesh["tp"])
+    return torch.empty(sequences, length, run.model.config.dim, dtype=DTYPES[run.args.dtype],
+                       device=run.device)
+
+
+def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None):
+    """Token loss summed over some rows of a batch, which come to the device for it. Of a pipeline
+    rank: a stage's output, given the one before's."""
     tokens, labels, document_ids = (None if t is None else t[rows].to(run.device, non_blocking=True)
                                     for t in batch)
+    if run.stages:
+        return run.stages.forward(run.model, stage, x, tokens, labels, None, document_ids, seed,
+                                  balance_seed)
     hidden = run.model(tokens, document_ids=document_ids, balance_seed=balance_seed)
     return run.model.head_loss(hidden, labels, seed)
 
 
 def sum_over_ranks(run, loss, asked):
-    """The step's sums: token loss, gradient norm (scaled as the gradients are), balance loss; the
-    layers' token counts in place. One message: all of it is a few numbers in float64.
+    """The step's sums: token loss, gradient norm (scaled as the gradients are), balance loss, and
+    the token counts of all MoE layers (layers, e), which those of this rank get in place. One
+    message: all of it is a few numbers in float64.
 
     A part that several ranks hold is counted on the first of them (run.counted).
     """
-    norm = float(optim.gradient_norm(run.counted))
-    layers = moe_layers(run.model)
-    balance = sum(float(layer.balance_loss) for layer in layers)
+    norm, config = float(optim.gradient_norm(run.counted)), run.model.config
+    # global index of a block -> its layer, where it is here
+    here = {int(name): block.ffn for name, block in run.model.blocks.items() if block.is_moe}
+    moe = range(config.n_layers - config.n_moe_layers(), config.n_layers)
+    balance = sum(float(layer.balance_loss) for layer in here.values())
+    nothing = torch.zeros(config.num_experts, dtype=torch.float64, device=run.device)
     sums = torch.tensor([loss, norm * norm, balance, float(bool(asked))], dtype=torch.float64,
                         device=run.device)
-    sums = torch.cat([sums, *(layer.tokens_per_expert.double() for layer in layers)])
+    sums = torch.cat([sums, *(here[i].tokens_per_expert.double() if i in here else nothing
+                              for i in moe)])
     sums = all_reduce(sums, run.mesh["world"])
-    for layer, counts in zip(layers, sums[4:].split([len(x.tokens_per_expert) for x in layers])):
-        layer.tokens_per_expert.copy_(counts)
+    counts = sums[4:].view(len(moe), config.num_experts)
+    for i, row in zip(moe, counts):
+        if i in here:
+            here[i].tokens_per_expert.copy_(row)
     loss, square, balance, stopping = sums[:4].tolist()
     run.stopping = stopping > 0
-    return loss, math.sqrt(square) if square >= 0 else math.nan, balance
+    return loss, math.sqrt(square) if square >= 0 else math.nan, balance, counts
 
 
 def update(run, masters, lr, norm, scale):
@@ -615,17 +666,20 @@ def evaluate(run):
     among the ranks."""
     readers, sums = run.mesh["batch"], torch.zeros(2, dtype=torch.float64, device=run.device)
     for batch in run.validation.in_order(EVAL_SEQUENCES):
-        share = -(-len(batch.tokens) // readers.size)
-        stop = min((readers.rank + 1) * share, len(batch.tokens))
-        for first in range(readers.rank * share, (readers.rank + 1) * share,
-                           run.args.micro_batch_size):
-            rows = slice(first, min(first + run.args.micro_batch_size, stop))
-            if first >= stop:  # nothing left here, but other ranks need this one to gather with
-                rows = slice(0, 1)
-            loss = token_loss(run, batch, rows)
-            if first < stop and speaks_for_batch(run):
-                sums += torch.stack([loss.double(), (batch.labels[rows] != data.IGNORED).sum().to(
-                    run.device)])
+        share, size = -(-len(batch.tokens) // readers.size), run.args.micro_batch_size
+        begin, stop = (min(r * share, len(batch.tokens)) for r in (readers.rank, readers.rank + 1))
+        starts = range(readers.rank * share, (readers.rank + 1) * share, size)
+        # where nothing is left, other ranks need this one all the same to gather with
+        rows = [slice(i, min(i + size, stop)) if i < stop else slice(0, 1) for i in starts]
+        if run.stages:
+            losses = run.stages.evaluate(
+                len(rows), lambda stage, i, x: token_loss(run, batch, rows[i], stage=stage, x=x),
+                lambda i: blank(run, len(batch.tokens[rows[i]])))
+        else:
+            losses = [token_loss(run, batch, part) for part in rows]
+        if speaks_for_batch(run):
+            sums[0] += sum(loss.double() for i, loss in zip(starts, losses) if i < stop)
+            sums[1] += (batch.labels[begin:stop] != data.IGNORED).sum()
     total, count = all_reduce(sums, run.mesh["world"]).tolist()
     return total / count
 
@@ -892,7 +946,7 @@ def describe(run):
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
         print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
-              f"on meta, tensor, recompute, "
+              f"on meta, {'pipeline, ' * bool(run.stages)}tensor, recompute, "
               f"{'shard, values' if args.zero else 'values, replicate'}, optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
@@ -994,13 +1048,14 @@ def parity_steps(plan, mesh, steps=3):
     run, found = build(plan, mesh, quiet), {}
     masters = dict(run.owner.named_masters())
     with torch.no_grad():
-        for i, master in enumerate(masters.values()):
+        for name, master in masters.items():
             label = label_of(master)
-            noise = full_value(plan.args.seed, f"parity.{i}.noise", label.shape, 0.1)
+            noise = full_value(plan.args.seed, f"{name}.parity.noise", label.shape, 0.1)
             master += local_part(noise, label, mesh)
-        for i, layer in enumerate(moe_layers(run.model)):
-            layer.expert_bias += full_value(plan.args.seed, f"parity.{i}.bias",
-                                            layer.expert_bias.shape, 0.1).to(plan.device)
+        for name, bias in run.model.named_buffers():
+            if name.endswith("expert_bias"):
+                bias += full_value(plan.args.seed, f"{name}.parity.noise", bias.shape, 0.1).to(
+                    plan.device)
     run.owner.refresh()
 
     def keep_gradients(*_):
@@ -1062,7 +1117,8 @@ def check_parity(plan, mesh, report=print):
     ours, code = assemble(parity_steps(plan, mesh), mesh), [0]
     if mesh.rank == 0:
         sizes = dict.fromkeys(layout_of(plan.args), 1)
-        args = argparse.Namespace(**{**vars(plan.args), **sizes, "zero": 0})
+        args = argparse.Namespace(**{**vars(plan.args), **sizes, "zero": 0, "pp_schedule": "1f1b",
+                                     "virtual_stages": 1})
         alone = Mesh()
         reference = assemble(parity_steps(dataclasses.replace(plan, args=args), alone), alone)
         worst = worst_differences(ours, reference)
