@@ -220,8 +220,8 @@ def on_grad_ready(parameter, function):
 
 def grad_ready(parameter):
     """The signal itself: sent after autograd has added up all uses of the parameter, or when a
-    gradient that had to wait is there."""
-    for function in getattr(parameter, "grad_listeners", ()):
+    gradient that had to wait is there (for one that waits autograd's hook comes too: not yet)."""
+    for function in getattr(parameter, "grad_listeners", ()) if parameter.grad is not None else ():
         function(parameter)
 
 

@@ -96,13 +96,13 @@ def cut_parameters(model, mesh):
     axis = mesh["tp"]
     for name, whole in list(model.named_parameters()):
         short = re.sub(r"^blocks\.\d+\.", "", name)
-        label, partial = label_of(whole), ("tp",)
+        label, cuts, partial = label_of(whole), (), ("tp",)
         if short in CUTS:
             parts, partial = axis.size, ()
             if short in ("attn.wk.weight", "attn.wv.weight") and model.config.n_kv_heads < parts:
                 parts, partial = model.config.n_kv_heads, ("tp",)  # neighbours hold the same
-            label = Label(label.shape, (*label.cuts, Cut("tp", CUTS[short], parts)))
-        label = Label(label.shape, label.cuts, (*label.partial, *partial))
+            cuts = Cut("tp", CUTS[short], parts),
+        label = Label(label.shape, (*label.cuts, *cuts), (*label.partial, *partial))
         local = nn.Parameter(local_part(whole.detach(), label, mesh).clone())
         local.label = label
         module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
