@@ -63,8 +63,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from collectives import (Axis, Label, Linear, Mesh, Pending, all_reduce, difference, drain,
-                         label_of, paired_ratio, receive, send, spawn, verdict, weight_gradient,
+from collectives import (Axis, Label, Linear, Mesh, Pending, attributed, difference, drain, label_of,
+                         paired_ratio, receive, send, spawn, verdict, weight_gradient,
                          weights_wait)
 
 
@@ -484,9 +484,6 @@ def split(model, mesh, name, virtual=1):
     elif tied and (has_first or has_last):
         shape = tuple(model.embed.weight.shape)
         model.embed.weight.label = Label(shape, partial=("data", "pp"))
-        ranks = axis.ranks[pipeline.placement[0]], axis.ranks[pipeline.placement[-1]]
-        pipeline.ends = Axis("pp", ranks, int(has_last),
-                             dist.new_group(ranks, use_local_synchronization=True))
     if {"zb-h1", "zb-v", "dualpipe-v"} & {name}:
         let_weights_wait(model)
     return pipeline
@@ -509,16 +506,35 @@ def linear(layer, x):
 # ---- messages ----
 
 def open_links(axis, placement):
-    """(source, destination) -> link, an Axis of those two ranks, for each link that this pipeline
-    rank is an end of. All open theirs in one order, or they would wait for each other in a ring."""
-    joined, links = set(zip(placement, placement[1:])), {}
-    for a, b in sorted({tuple(sorted(pair)) for pair in joined if len(set(pair)) == 2}):
-        for pair in ((a, b), (b, a)):
-            if axis.rank in pair:
-                ranks = tuple(axis.ranks[r] for r in pair)
-                group = dist.new_group(ranks, use_local_synchronization=True)
-                links[pair] = Axis("pp", ranks, pair.index(axis.rank), group)
+    """(source, destination) -> link, an Axis of those two ranks, for each that this pipeline rank
+    is an end of: those between stages, and between the two ends for a tied embedding.
+
+    Two groups are enough, one for messages to higher and one for messages to lower ranks: in each,
+    nccl gives every pair a queue of its own.
+    """
+    if axis.size == 1:
+        return {}
+    lower, links = dist.new_group(axis.ranks, use_local_synchronization=True), {}
+    pairs = [*zip(placement, placement[1:]), (placement[0], placement[-1])]
+    for a, b in sorted({tuple(sorted(pair)) for pair in pairs if len(set(pair)) == 2}):
+        for source, destination, group in ((a, b, axis.group), (b, a, lower)):
+            if axis.rank in (a, b):
+                ranks = axis.ranks[source], axis.ranks[destination]
+                link = Axis("pp", ranks, int(axis.rank == destination), group)
+                links[source, destination] = link
+                connect(link)
     return links
+
+
+def connect(link):
+    """nccl connects two ranks at their first message, and blocks until both are there: that must
+    not happen in the middle of a schedule. All ranks connect in the order of the links."""
+    token = torch.zeros(1, device="cpu" if link.on_gloo else "cuda")
+    with attributed(link, "connect"):
+        if link.rank == 0:
+            dist.send(token, link.ranks[1], link.group)
+        else:
+            dist.recv(token, link.ranks[0], link.group)
 
 
 def messages(actions, placement, source, destination):
@@ -585,8 +601,8 @@ class Mail:
 class Pipeline:
     """This rank's stages of a model and how it runs them; split() makes it.
 
-    blocks: stage -> names of its blocks. A tied embedding: `twice` holds its name where this rank
-    has both stages that use it, `ends` is the axis of the two ranks that have a copy each.
+    blocks: stage -> names of its blocks. twice: the name of a tied embedding, where this rank has
+    both stages that use it.
     timeline: [(single action, start, end)] of the last train(), in seconds.
     """
 
@@ -597,7 +613,7 @@ class Pipeline:
                           else loop_placement(axis.size, v))
         self.stages = [s for s, rank in enumerate(self.placement) if rank == axis.rank]
         self.links = open_links(axis, self.placement)
-        self.twice, self.ends, self.timeline = set(), None, []
+        self.twice, self.timeline = set(), []
 
     @property
     def has_last(self):
@@ -702,8 +718,15 @@ class Pipeline:
     @torch.no_grad()
     def sum_tied_gradients(self, masters):
         """Add up the two halves of a tied matrix's gradient where the first and the last stage's
-        ranks have a copy each (Megatron's embedding group): the copies stay equal for ever.
-        2 B (N-1)/N = B bytes."""
+        ranks have a copy each (Megatron's embedding group): the copies stay equal for ever. B bytes
+        each way."""
         for master in masters:
-            if "pp" in label_of(master).partial and master.numel():
-                all_reduce(master.grad, self.ends)
+            if "pp" not in label_of(master).partial or not master.numel():
+                continue
+            mine = self.placement[0 if 0 in self.stages else -1]
+            other = self.placement[-1 if 0 in self.stages else 0]
+            arriving = receive(torch.empty_like(master.grad), self.links[other, mine])
+            leaving = send(master.grad.contiguous(), self.links[mine, other])
+            theirs = arriving.wait()
+            leaving.wait()
+            master.grad = master.grad + theirs
