@@ -17,7 +17,7 @@ p ranks, m microbatches, F, I, W, B = I + W the time of a whole rank's layers:
     interleaved   (p-1) (F+B)/v        p + (p-1)/v on rank 0; v stages a rank, v times the messages
     zb-h1         (p-1) (F+I-W)        min(p, m), of which r wait for W alone
     zb-v          0 if F = I = W       p, on every rank; the ranks end (p-1)/2 apart
-    dualpipe-v    (p-1) (FB+B-3W)/2    p + 1/2; FB is the time of a pair, at most F + B
+    dualpipe-v    (p-1) (FB+B-3W)/2    p + 1/2; FB is a pair's time, at most F + B
 
 1F1B: PipeDream's own schedule had no end of a step. A microbatch's backward then met weights that
 had been updated since its forward, so each version had to be kept (stashed) until it came back:
@@ -29,8 +29,8 @@ had been updated since its forward, so each version had to be kept (stashed) unt
 
 DualPipe-V pairs one microbatch's forward with another's backward (an FB action), so that on a GPU
 the experts' all-to-alls of one could run under the compute of the other. Here the two run one after
-the other: nothing is hidden, and with F = I = W it idles (p-1)/2 where ZB-V does not, and holds half
-an activation more, so ZB-V is the better choice until pairs overlap. What it gains even so: most of
+the other: nothing is hidden, and with F = I = W it idles (p-1)/2 where ZB-V does not, and holds
+half an activation more, so ZB-V is the better choice until pairs overlap. What it gains even so: most of
 its backwards are whole, and a whole one keeps nothing for a later W.
 
 Messages. Between two ranks each direction has a group of its own, a queue in which messages arrive
@@ -63,8 +63,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from collectives import (Axis, Label, Linear, Mesh, Pending, attributed, difference, drain, label_of,
-                         paired_ratio, receive, send, spawn, verdict, weight_gradient,
+from collectives import (Axis, Label, Linear, Mesh, Pending, attributed, difference, drain,
+                         label_of, paired_ratio, receive, send, spawn, verdict, weight_gradient,
                          weights_wait)
 
 
@@ -730,3 +730,239 @@ class Pipeline:
             theirs = arriving.wait()
             leaving.wait()
             master.grad = master.grad + theirs
+
+
+# ---- demonstration ----
+
+def parse_costs(texts):
+    """F=1 I=1.2 W=0.8 ... -> a dict. Raises ValueError for what is no cost."""
+    costs = {"F": 1.0, "I": 1.0, "W": 1.0}
+    for text in texts:
+        kind, _, number = text.partition("=")
+        if kind not in ("F", "B", "I", "W", "FB") or not number.replace(".", "", 1).isdigit() or (
+                float(number) <= 0):
+            raise ValueError(f"--costs {text}: write F=1 (or B, I, W, FB) with a number above 0")
+        costs[kind] = float(number)
+    return costs
+
+
+def show_schedule(name, p, m, virtual, costs, latency, svg=None):
+    """Draw a schedule with what it costs; costs are of a whole rank's layers."""
+    lists, placement = make_schedule(name, p, m, virtual)
+    validate(lists, placement, m)
+    v = len(placement) // p
+    found = predict(lists, placement, {k: c / v for k, c in costs.items()}, latency)
+    later = f", {v} stages a rank (small letters: the later ones)" if v > 1 else ""
+    print(f"{name}, {p} ranks, {m} microbatches{later}")
+    room = os.get_terminal_size().columns if sys.stdout.isatty() else 200
+    shortest = min(end - start for line in found["times"] for _, start, end in line)
+    width = min(round(found["makespan"] / shortest * 3), room - 9)
+    print("\n".join(draw(found["times"], placement, width, sys.stdout.isatty()
+                         and "NO_COLOR" not in os.environ)))
+    print(f"time {found['makespan']:g}, of which idle {found['bubble']:.1%}; activations held, in "
+          f"microbatches of a rank's layers: {', '.join(f'{n / v:g}' for n in found['peak'])}")
+    if svg:
+        with open(svg, "w") as file:
+            file.write(draw_svg(found["times"], placement))
+    return found
+
+
+def run_beside_one_process(rank, n, name, m, overrides, worst):
+    """m microbatches of a small model through the ranks, and in one process: loss and gradients.
+    Returns the Pipeline."""
+    from model import built, make_config
+    virtual = 2 if name == "interleaved" else 1
+    config = make_config("tiny", [f"n_layers={2 * n}", "vocab_size=61", *overrides])
+    model, alone = (built(config, dtype=torch.float64) for _ in range(2))
+    torch.manual_seed(0)
+    with torch.no_grad():  # norms as they start would hide errors of scale
+        for p, q in zip(model.parameters(), alone.parameters()):
+            p.copy_(q.add_(torch.randn_like(q), alpha=0.05))
+    tokens, labels = torch.randint(61, (2, m, 2, 12))
+    stages = split(model, Mesh(n, rank, pp=n), name, virtual)
+    losses = stages.train(m, lambda stage, i, x: stages.forward(
+        model, stage, x, tokens[i], labels[i], seed=0.01, balance_seed=0.1),
+        lambda i: torch.empty(2, 12, config.dim, dtype=torch.float64), 0.01)
+    stages.sum_tied_gradients(list(model.parameters()))
+    total = 0.0
+    for i in range(m):
+        loss = alone.head_loss(alone(tokens[i], balance_seed=0.1), labels[i], 0.01)
+        loss.backward(torch.full_like(loss, 0.01))
+        total += loss.detach()
+    what = " ".join([name, *overrides])
+    worst[f"{what}: loss"] = difference(sum(losses), total) if stages.has_last else 0.0
+    expected = dict(alone.named_parameters())
+    worst[f"{what}: gradients"] = max(difference(p.grad, expected[key].grad)
+                                      for key, p in model.named_parameters())
+    return stages
+
+
+def show(rank, n, names, m, draws):
+    """Schedules drawn and run; what ran when, of the last one."""
+    worst = {}
+    for name in names:
+        if rank == 0 and draws:
+            show_schedule(name, n, m, 2 if name == "interleaved" else 1,
+                          {"F": 1, "I": 1, "W": 1}, 0.0)
+        for overrides in ([], ["tie_embeddings=true"]):
+            stages = run_beside_one_process(rank, n, name, m, overrides, worst)
+    begin = stages.timeline[0][1]
+    everyone = [None] * n
+    dist.all_gather_object(everyone, [(part, start - begin, end - begin)
+                                      for part, start, end in stages.timeline])
+    if rank == 0:
+        print(f"{names[-1]}, when each action really ran (each rank from its first one on), "
+              f"{max(line[-1][2] for line in everyone) * 1e3:.0f} ms")
+        print("\n".join(draw(everyone, stages.placement, 120, False)))
+        for r in range(n):
+            print(f"rank {r} holds " + " and ".join(
+                f"stage {s} (blocks {', '.join(stages.blocks[s])})"
+                for s, at in enumerate(stages.placement) if at == r))
+    return verdict(rank, worst)
+
+
+# ---- benchmark ----
+
+class Rest(torch.autograd.Function):
+    """A layer that takes `seconds` for each of F, I and W and computes nothing: on few cores, real
+    work of one rank would slow the others down."""
+
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.weight, ctx.seconds = weight, seconds
+        time.sleep(seconds)
+        return x + 0 * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        def compute():
+            time.sleep(seconds)
+            return torch.zeros_like(weight)
+        weight, seconds = ctx.weight, ctx.seconds
+        time.sleep(seconds)
+        return grad.clone(), weight_gradient(weight, compute), None
+
+
+def bench_rest(rank, n, m, seconds):
+    """Measured over predicted time of every schedule, with stages that rest."""
+    mesh = Mesh(n, rank, pp=n)
+    for name in SCHEDULES:
+        virtual = 2 if name == "interleaved" else 1
+        stages, weight = Pipeline(mesh["pp"], name, virtual, []), torch.ones(1, requires_grad=True)
+        last = len(stages.placement) - 1
+
+        def forward(stage, i, x):
+            out = Rest.apply(torch.zeros(1) if x is None else x, weight, seconds)
+            return out.sum() if stage == last else out
+        dist.barrier()
+        start = time.perf_counter()
+        stages.train(m, forward, lambda i: torch.empty(1), 1.0)
+        dist.barrier()
+        took = time.perf_counter() - start
+        predicted = predict(*make_schedule(name, n, m, virtual), dict.fromkeys("FIW", seconds))
+        ideal = 3 * m * seconds * (last + 1) / n
+        if rank == 0:
+            print(f"{n} ranks, {m} microbatches, each F, I and W a rest of {seconds * 1e3:.0f} ms: "
+                  f"{name:12} {took:.2f} s, {took / predicted['makespan']:.3f} x predicted, "
+                  f"{took / ideal:.3f} x without a bubble", flush=True)
+
+
+class TorchStage(nn.Module):
+    """A stage of our model as torch.distributed.pipelining wants it."""
+
+    def __init__(self, model, names, first, last):
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: model.blocks[name] for name in names})
+        self.embed, self.norm = model.embed if first else None, model.norm if last else None
+        self.head, self.whole = model.head if last else None, [model]
+
+    def forward(self, x):
+        x = x if self.embed is None else self.embed(x)
+        positions = torch.arange(x.shape[1])
+        table = self.whole[0].rope_table(positions, x.dtype)
+        for block in self.blocks.values():
+            x = block(x, table, None, 0.0, positions)
+        return x if self.norm is None else self.norm(x)
+
+
+def torchs_schedule(name, model, stages, m):
+    """torch's own schedule of that name over the same stages, or None where it has none."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+    last = len(stages.placement) - 1
+    parts = [pipelining.PipelineStage(
+        TorchStage(model, stages.blocks[s], s == 0, s == last), s, last + 1, torch.device("cpu"))
+        for s in stages.stages]
+    kind = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved":
+            "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
+            "zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}[name]
+    kind = getattr(schedules, kind, None)
+    return kind and kind(parts[0] if name in ("gpipe", "1f1b") else parts, m,
+                         loss_fn=model.head_loss, scale_grads=False)
+
+
+def bench(rank, n, rounds, m=8):
+    """A step of a dense model by each schedule, beside torch.distributed.pipelining."""
+    from model import built, make_config
+    from train import keep_freed_memory
+    keep_freed_memory()
+    config = make_config("small-dense", ["dim=256", "inter_dim=704"])
+    mesh, (tokens, labels) = Mesh(n, rank, pp=n), torch.randint(512, (2, m, 2, 64))
+    for name in SCHEDULES:
+        if name == "dualpipe-v" and m < 2 * n:
+            continue
+        model, theirs = built(config), built(config)
+        stages = split(model, mesh, name, 2 if name == "interleaved" else 1)
+        schedule = torchs_schedule(name, theirs, stages, m)
+
+        def step():
+            stages.train(m, lambda stage, i, x: stages.forward(
+                model, stage, x, tokens[i], labels[i]), lambda i: torch.empty(2, 64, 256), 1.0)
+            model.zero_grad()
+
+        def torchs_step():
+            first = [tokens.flatten(0, 1)] if 0 in stages.stages else []
+            target = labels.flatten(0, 1) if stages.has_last else None
+            schedule.step(*first, target=target, losses=[] if stages.has_last else None)
+            theirs.zero_grad()
+        ratio, seconds = paired_ratio(step, torchs_step, rounds)
+        if rank == 0:
+            print(f"{n} ranks, {m} microbatches, {name:12} {seconds * 1e3:5.0f} ms a step, {ratio} "
+                  "x torch.distributed.pipelining", flush=True)
+
+
+def main():
+    flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    flags.add_argument("--schedule", choices=list(SCHEDULES), help="draw this one; under torchrun "
+                       "run it")
+    flags.add_argument("--pp", type=int, default=4, help="ranks")
+    flags.add_argument("--microbatches", type=int, default=8)
+    flags.add_argument("--virtual-stages", type=int, default=None, help="stages a rank of "
+                       "interleaved: 2")
+    flags.add_argument("--costs", nargs="+", default=[], metavar="KIND=TIME", help="of F, I, W (B "
+                       "if not I + W, FB if not F + B) of a whole rank's layers: 1 each")
+    flags.add_argument("--latency", type=float, default=0.0, help="time of a message")
+    flags.add_argument("--svg", metavar="FILE", help="write the drawing into a file too")
+    flags.add_argument("--bench", action="store_true", help="timings instead of checks")
+    args = flags.parse_args()
+    if args.bench:
+        codes = [spawn(bench, n, 9) for n in (2, 4)] + [spawn(bench_rest, 4, 16, 0.05)]
+        return max(codes)
+    if "RANK" in os.environ:
+        return spawn(show, 0, [args.schedule or "1f1b"], args.microbatches, True)
+    if not args.schedule:
+        return spawn(show, 2, list(SCHEDULES), 4, True)
+    try:
+        if min(args.pp, args.microbatches) < 1 or args.latency < 0:
+            raise ValueError("--pp and --microbatches must be at least 1, --latency at least 0")
+        virtual = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
+        show_schedule(args.schedule, args.pp, args.microbatches, virtual,
+                      parse_costs(args.costs), args.latency, args.svg)
+    except (ValueError, OSError) as error:
+        print(f"pipeline.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
