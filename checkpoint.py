@@ -261,18 +261,24 @@ def load(path, tensors, prefix=""):
     Raises ValueError when it is damaged, or naming the first few tensors that are missing,
     unexpected or of another shape.
     """
-    check_fit(path, tensors, prefix)
+    everywhere = [set(tensors)]
+    if on_several_ranks():  # a pipeline's ranks have different layers
+        everywhere = [None] * dist.get_world_size()
+        with attributed_to_all("checkpoint"):
+            dist.all_gather_object(everywhere, set(tensors))
+    check_fit(path, tensors, prefix, set().union(*everywhere))
     with_planner(dcp.load, tensors, path, LoadPlanner())
 
 
-def check_fit(path, wanted, prefix=""):
-    """Raises ValueError unless the checkpoint is whole and holds just what is wanted."""
+def check_fit(path, wanted, prefix="", known=()):
+    """Raises ValueError unless the checkpoint is whole and holds just what is wanted, and what else
+    is `known`: what other ranks want."""
     if wrong := damage(path):
         raise ValueError(f"the checkpoint is damaged: {wrong}")
     held = {k: v for k, v in read_tensor_table(path).items() if k.startswith(prefix)}
     faults = [f"{name} is missing" for name in wanted if name not in held]
     faults += [f"{name} is not part of this model or optimizer" for name in held
-               if name not in wanted]
+               if name not in wanted and name not in known]
     faults += [f"{name} has shape {list(held[name][0])} and the model wants "
                f"{list(wanted[name].shape)}" for name in wanted
                if name in held and tuple(wanted[name].shape) != held[name][0]]

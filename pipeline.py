@@ -30,8 +30,8 @@ had been updated since its forward, so each version had to be kept (stashed) unt
 DualPipe-V pairs one microbatch's forward with another's backward (an FB action), so that on a GPU
 the experts' all-to-alls of one could run under the compute of the other. Here the two run one after
 the other: nothing is hidden, and with F = I = W it idles (p-1)/2 where ZB-V does not, and holds
-half an activation more, so ZB-V is the better choice until pairs overlap. What it gains even so: most of
-its backwards are whole, and a whole one keeps nothing for a later W.
+half an activation more, so ZB-V is the better choice until pairs overlap. What it gains even so:
+most of its backwards are whole, and a whole one keeps nothing for a later W.
 
 Messages. Between two ranks each direction has a group of its own, a queue in which messages arrive
 as they were sent. The receiver knows the sender's list of actions, and posts its receives in the
