@@ -261,27 +261,29 @@ def load(path, tensors, prefix=""):
     Raises ValueError when it is damaged, or naming the first few tensors that are missing,
     unexpected or of another shape.
     """
-    everywhere = [set(tensors)]
-    if on_several_ranks():  # a pipeline's ranks have different layers
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    if on_several_ranks():  # a pipeline's have different layers, and all must refuse alike
         everywhere = [None] * dist.get_world_size()
         with attributed_to_all("checkpoint"):
-            dist.all_gather_object(everywhere, set(tensors))
-    check_fit(path, tensors, prefix, set().union(*everywhere))
+            dist.all_gather_object(everywhere, shapes)
+        for others in everywhere:
+            shapes.update(others)
+    check_fit(path, shapes, prefix)
     with_planner(dcp.load, tensors, path, LoadPlanner())
 
 
-def check_fit(path, wanted, prefix="", known=()):
-    """Raises ValueError unless the checkpoint is whole and holds just what is wanted, and what else
-    is `known`: what other ranks want."""
+def check_fit(path, wanted, prefix=""):
+    """Raises ValueError unless the checkpoint is whole and holds just what is wanted: global name
+    -> shape."""
     if wrong := damage(path):
         raise ValueError(f"the checkpoint is damaged: {wrong}")
     held = {k: v for k, v in read_tensor_table(path).items() if k.startswith(prefix)}
     faults = [f"{name} is missing" for name in wanted if name not in held]
     faults += [f"{name} is not part of this model or optimizer" for name in held
-               if name not in wanted and name not in known]
+               if name not in wanted]
     faults += [f"{name} has shape {list(held[name][0])} and the model wants "
-               f"{list(wanted[name].shape)}" for name in wanted
-               if name in held and tuple(wanted[name].shape) != held[name][0]]
+               f"{list(wanted[name])}" for name in wanted
+               if name in held and wanted[name] != held[name][0]]
     if faults:
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ValueError(f"{path} does not fit: {'; '.join(faults[:3])}{more}")

@@ -52,12 +52,14 @@ class Replicas:
     after finish() its .grad is the sum, a view of a bucket. Ranks start equal:
     parameters, masters and buffers are broadcast from the axis' first rank. A parameter that no
     rank used has a gradient of zeros; one that some did not use is reduced after backward.
+    twice: parameters that get two contributions a microbatch, a tied weight whose uses lie in two
+    stages of a pipeline.
     """
 
-    def __init__(self, model, axis, masters=None):
+    def __init__(self, model, axis, masters=None, twice=()):
         named = [p for p in model.parameters() if p.requires_grad]  # a tied weight comes once
         self.masters = masters or {p: p for p in named}
-        self.axis = axis
+        self.axis, self.twice = axis, set(twice)
         # in float32 a parameter is its own master: once is enough
         for tensor in dict.fromkeys([*model.parameters(), *self.masters.values(),
                                      *model.buffers()]):
@@ -81,12 +83,12 @@ class Replicas:
             size += p.numel() * dtype.itemsize
         return buckets + [Bucket(waiting, self.masters[waiting[0]].dtype, self.axis.size)]
 
-    def start(self, microbatches, twice=()):
-        """Before a step of so many microbatches: each parameter gets as many contributions. twice:
-        those that get two of each, a tied weight whose uses lie in two stages of a pipeline."""
+    def start(self, microbatches):
+        """Before a step of so many microbatches: each parameter gets as many contributions."""
         self.launched = 0
         for bucket in self.buckets:
-            bucket.missing = {p: microbatches * (2 if p in twice else 1) for p in bucket.views}
+            bucket.missing = {p: microbatches * (2 if p in self.twice else 1)
+                              for p in bucket.views}
 
     @torch.no_grad()
     def add(self, parameter):

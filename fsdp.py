@@ -248,6 +248,7 @@ class Sharded:
         head_loss = model.head_loss
 
         def loss(*args):
+            """head_loss between the gather and the release of the head's matrix."""
             for index in self.head:
                 self._need(index)
             result = head_loss(*args)

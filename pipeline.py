@@ -246,16 +246,29 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
              "zb-v": zb_v, "dualpipe-v": dualpipe_v}
 
 
-def stages_per_rank(name, virtual):
-    return {"interleaved": virtual, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
+SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")  # those with I and W
+
+
+def usual_virtual(name):
+    """Virtual stages where none are asked for: a demonstration shows what interleaving is."""
+    return 2 if name == "interleaved" else 1
+
+
+def place_stages(name, p, virtual, n_layers=None):
+    """Stage -> rank. Raises ValueError, with what to use instead, for stages that can't be."""
+    v = {"interleaved": virtual, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
+    if virtual not in (1, v):
+        raise ValueError(f"schedule {name} has {v} stage{'s' * (v > 1)} a rank, not virtual stages="
+                         f"{virtual}; use 1, or schedule interleaved")
+    if n_layers is not None and n_layers < p * v:
+        raise ValueError(f"pp={p} with {v} stage{'s' * (v > 1)} a rank makes {p * v} stages, and "
+                         f"the model has n_layers={n_layers}; each stage needs a block")
+    return v_placement(p) if name in ("zb-v", "dualpipe-v") else loop_placement(p, v)
 
 
 def check(name, p, m, virtual=1, n_layers=None):
     """Raises ValueError, with what to use instead, for a schedule that can't be."""
-    v = stages_per_rank(name, virtual)
-    if virtual not in (1, v):
-        raise ValueError(f"schedule {name} has {v} stage{'s' * (v > 1)} a rank, not virtual stages="
-                         f"{virtual}; use 1, or schedule interleaved")
+    place_stages(name, p, virtual, n_layers)
     if name == "interleaved" and m % p:
         raise ValueError(f"schedule interleaved takes microbatches in groups of pp={p}, and {m} is "
                          f"not divisible by it; use {max(m // p, 1) * p} or {(m // p + 1) * p} "
@@ -263,18 +276,14 @@ def check(name, p, m, virtual=1, n_layers=None):
     if name == "dualpipe-v" and m < 2 * p:
         raise ValueError(f"schedule dualpipe-v needs 2 x pp = {2 * p} microbatches or more, and "
                          f"there are {m}; use more, or zb-v")
-    if n_layers is not None and n_layers < p * v:
-        raise ValueError(f"pp={p} with {v} stage{'s' * (v > 1)} a rank makes {p * v} stages, and "
-                         f"the model has n_layers={n_layers}; each stage needs a block")
 
 
 @functools.cache
 def make_schedule(name, p, m, virtual=1):
     """(for every rank its list of actions, stage -> rank). Raises ValueError as check() does."""
     check(name, p, m, virtual)
-    placement = v_placement(p) if name in ("zb-v", "dualpipe-v") else loop_placement(
-        p, stages_per_rank(name, virtual))
-    return SCHEDULES[name](*(p, m, virtual)[:3 if name == "interleaved" else 2]), placement
+    lists = SCHEDULES[name](*(p, m, virtual)[:3 if name == "interleaved" else 2])
+    return lists, place_stages(name, p, virtual)
 
 
 # ---- is it right, and what does it cost ----
@@ -459,11 +468,10 @@ def split(model, mesh, name, virtual=1):
 
     Blocks are divided by cost: an embedding counts 3 d, the numbers that a look-up touches, and a
     head its v d. A head that is tied to the embedding's matrix is a second copy on the last stage's
-    rank, unless that is the first one's too. Raises ValueError as check() does.
+    rank, unless that is the first one's too. Raises ValueError as place_stages() does.
     """
     config, axis = model.config, mesh["pp"]
-    stages = axis.size * stages_per_rank(name, virtual)
-    check(name, axis.size, axis.size * 2, virtual, config.n_layers)
+    stages = len(place_stages(name, axis.size, virtual, config.n_layers))
     sizes = balance(tuple(map(block_cost, model.blocks.values())), 3 * config.dim,
                     config.vocab_size * config.dim, stages)
     names, blocks = iter(list(model.blocks)), []
@@ -473,8 +481,7 @@ def split(model, mesh, name, virtual=1):
     kept = {block for stage in pipeline.stages for block in blocks[stage]}
     for block in set(model.blocks) - kept:
         del model.blocks[block]
-    has_first, has_last = 0 in pipeline.stages, stages - 1 in pipeline.stages
-    tied = model.head is None
+    has_first, has_last, tied = 0 in pipeline.stages, pipeline.has_last, model.head is None
     if not has_first and not (has_last and tied):
         model.embed = None
     if not has_last:
@@ -484,7 +491,7 @@ def split(model, mesh, name, virtual=1):
     elif tied and (has_first or has_last):
         shape = tuple(model.embed.weight.shape)
         model.embed.weight.label = Label(shape, partial=("data", "pp"))
-    if {"zb-h1", "zb-v", "dualpipe-v"} & {name}:
+    if name in SPLIT_BACKWARD:
         let_weights_wait(model)
     return pipeline
 
@@ -537,12 +544,16 @@ def connect(link):
             dist.recv(token, link.ranks[0], link.group)
 
 
-def messages(actions, placement, source, destination):
-    """What a rank with this list sends another one, in order: done_by() of the actions."""
+def user_of(kind, stage):
+    """The stage that needs the result of F, or of B or I, of a stage."""
+    return stage + 1 if kind == "F" else stage - 1
+
+
+def messages(actions, placement, destination):
+    """What a rank with this list of actions gives another one, in order: done_by() of them."""
     for part in singles(actions):
-        stage = part.stage + {"F": 1, "W": 0}.get(part.kind, -1)
-        if (part.kind != "W" and 0 <= stage < len(placement) and source != destination
-                and placement[stage] == destination):
+        user = user_of(part.kind, part.stage)
+        if part.kind != "W" and 0 <= user < len(placement) and placement[user] == destination:
             yield done_by(part)
 
 
@@ -550,22 +561,22 @@ class Mail:
     """Hidden states and their gradients between this pipeline rank and its neighbours, for one run
     through the lists. blank(microbatch): memory for one that is to come."""
 
-    def __init__(self, rank, links, lists, placement, blank):
-        self.rank, self.links, self.placement, self.blank = rank, links, placement, blank
-        self.expected = {peer: collections.deque(messages(lists[peer], placement, peer, rank))
-                         for peer in range(len(lists))}
-        self.order = [{(part.kind == "F", part.stage, part.microbatch): at for at, part in
-                       enumerate(singles(actions)) if part.kind != "W"} for actions in lists]
+    def __init__(self, axis, links, lists, placement, blank):
+        self.axis, self.links, self.placement, self.blank = axis, links, placement, blank
+        self.expected = {peer: collections.deque(messages(actions, placement, axis.rank))
+                         for peer, actions in enumerate(lists) if peer != axis.rank}
+        self.order = [{done_by(part): at for at, part in enumerate(singles(actions))}
+                      for actions in lists]
         self.arriving, self.leaving = {}, {peer: [] for peer in range(len(lists))}
 
     def post(self, part):
         """Start receiving what an action of this rank needs, and all that is sent before it."""
         for need in needs(part, len(self.placement)) if part else ():
             peer = self.placement[need[1]]
-            while need in self.expected[peer]:
+            while need in self.expected.get(peer, ()):
                 message = self.expected[peer].popleft()
-                self.arriving[message] = receive(self.blank(message[2]), self.links[
-                    peer, self.rank])
+                self.arriving[message] = receive(self.blank(message[2]),
+                                                 self.links[peer, self.axis.rank])
 
     def take(self, kind, stage, i):
         """The result of F or B of a stage, from whoever did it.
@@ -574,21 +585,20 @@ class Mail:
         has reached it, and need not be kept here any longer.
         """
         tensor, peer = self.arriving.pop((kind, stage, i)).wait(), self.placement[stage]
-        reached = self.order[peer][kind == "F", stage, i]
+        reached = self.order[peer][kind, stage, i]
         while self.leaving[peer] and self.leaving[peer][0][0] <= reached:
             self.leaving[peer].pop(0)[1].wait()
         return tensor
 
     def give(self, kind, stage, i, tensor):
         """The result of F or B of a stage, to whoever needs it: the next one or the one before."""
-        user = stage + 1 if kind == "F" else stage - 1
+        user = user_of(kind, stage)
         peer = self.placement[user]
-        if peer == self.rank:
-            self.arriving[kind, stage, i] = Pending(None, "", None, None)
-            self.arriving[kind, stage, i].result = tensor
+        if peer == self.axis.rank:
+            self.arriving[kind, stage, i] = Pending(self.axis, "hand over", [], lambda: tensor)
             return
-        sending = send(tensor.contiguous(), self.links[self.rank, peer])
-        self.leaving[peer].append((self.order[peer][kind == "F", user, i], sending))
+        sending = send(tensor.contiguous(), self.links[self.axis.rank, peer])
+        self.leaving[peer].append((self.order[peer][kind, user, i], sending))
 
     def close(self):
         for sends in self.leaving.values():
@@ -608,22 +618,20 @@ class Pipeline:
 
     def __init__(self, axis, name, virtual, blocks):
         self.axis, self.name, self.virtual, self.blocks = axis, name, virtual, blocks
-        v = stages_per_rank(name, virtual)
-        self.placement = (v_placement(axis.size) if name in ("zb-v", "dualpipe-v")
-                          else loop_placement(axis.size, v))
+        self.placement = place_stages(name, axis.size, virtual)
+        self.last = len(self.placement) - 1
         self.stages = [s for s, rank in enumerate(self.placement) if rank == axis.rank]
         self.links = open_links(axis, self.placement)
         self.twice, self.timeline = set(), []
 
     @property
     def has_last(self):
-        return self.stages[-1] == len(self.placement) - 1
+        return self.last in self.stages
 
     def layer_names(self):
         """Of each of this rank's stages, the names of its modules in the order of use."""
-        last = len(self.placement) - 1
         return [["embed"] * (s == 0) + [f"blocks.{name}" for name in self.blocks[s]]
-                + ["norm"] * (s == last) for s in self.stages]
+                + ["norm"] * (s == self.last) for s in self.stages]
 
     def forward(self, model, stage, x, tokens, labels, positions=None, document_ids=None,
                 seed=1.0, balance_seed=0.0):
@@ -634,7 +642,7 @@ class Pipeline:
             positions = torch.arange(tokens.shape[1])
         x = model.embed(tokens) if stage == 0 else x
         x = model.through(self.blocks[stage], x, positions, document_ids, balance_seed)
-        if stage < len(self.placement) - 1:
+        if stage < self.last:
             return x
         return model.head_loss(model.norm(x), labels, seed)
 
@@ -647,16 +655,18 @@ class Pipeline:
         lists, _ = make_schedule(self.name, self.axis.size, m, self.virtual)
         parts = singles(lists[self.axis.rank])
         final = {part.stage: at for at, part in enumerate(parts) if part.kind in "BW"}
-        mail = Mail(self.axis.rank, self.links, lists, self.placement, blank)
-        held, losses = {}, []
-        self.timeline = []
+        mail = Mail(self.axis, self.links, lists, self.placement, blank)
+        held, losses, self.timeline = {}, [], []
         for at, part in enumerate(parts):
             mail.post(part)
             mail.post(parts[at + 1] if at + 1 < len(parts) else None)
             arrived = self._arrived(part, mail)
             start = time.perf_counter()
             if part.kind == "F":
-                self._forward(part, arrived, forward, mail, held, losses)
+                if arrived is not None:
+                    arrived.requires_grad_()
+                held[part.stage, part.microbatch] = arrived, self._forward(
+                    part, arrived, forward, mail, losses)
             else:
                 with (bracket(at == final[part.stage], part.stage) if part.kind != "I"
                       else contextlib.nullcontext()):
@@ -669,20 +679,19 @@ class Pipeline:
         """What a single action begins with; None where it begins or ends the model, and for W."""
         if part.kind == "F":
             return mail.take("F", part.stage - 1, part.microbatch) if part.stage else None
-        if part.kind == "W" or part.stage == len(self.placement) - 1:
+        if part.kind == "W" or part.stage == self.last:
             return None
         return mail.take("B", part.stage + 1, part.microbatch)
 
-    def _forward(self, part, x, forward, mail, held, losses):
-        if x is not None:
-            x.requires_grad_()
+    def _forward(self, part, x, forward, mail, losses):
+        """Returns what backward begins from: the loss, or of an output that was sent on no more
+        than where it came from."""
         out = forward(part.stage, part.microbatch, x)
-        if part.stage == len(self.placement) - 1:
+        if part.stage == self.last:
             losses.append(out.detach())
-        else:
-            mail.give("F", part.stage, part.microbatch, out.detach())
-            out = get_gradient_edge(out)  # of the output itself backward needs nothing
-        held[part.stage, part.microbatch] = x, out
+            return out
+        mail.give("F", part.stage, part.microbatch, out.detach())
+        return get_gradient_edge(out) if torch.is_grad_enabled() else None
 
     def _backward(self, part, grad, mail, held, seed):
         key = part.stage, part.microbatch
@@ -703,15 +712,11 @@ class Pipeline:
         """The losses of m microbatches on the last stage's rank, forward alone, stage by stage."""
         lists = [[Action("F", s, i) for s, at in enumerate(self.placement) if at == rank
                   for i in range(m)] for rank in range(self.axis.size)]
-        mail = Mail(self.axis.rank, self.links, lists, self.placement, blank)
+        mail = Mail(self.axis, self.links, lists, self.placement, blank)
         losses = []
         for part in lists[self.axis.rank]:
             mail.post(part)
-            out = forward(part.stage, part.microbatch, self._arrived(part, mail))
-            if part.stage == len(self.placement) - 1:
-                losses.append(out)
-            else:
-                mail.give("F", part.stage, part.microbatch, out)
+            self._forward(part, self._arrived(part, mail), forward, mail, losses)
         mail.close()
         return losses
 
@@ -771,7 +776,6 @@ def run_beside_one_process(rank, n, name, m, overrides, worst):
     """m microbatches of a small model through the ranks, and in one process: loss and gradients.
     Returns the Pipeline."""
     from model import built, make_config
-    virtual = 2 if name == "interleaved" else 1
     config = make_config("tiny", [f"n_layers={2 * n}", "vocab_size=61", *overrides])
     model, alone = (built(config, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(0)
@@ -779,7 +783,7 @@ def run_beside_one_process(rank, n, name, m, overrides, worst):
         for p, q in zip(model.parameters(), alone.parameters()):
             p.copy_(q.add_(torch.randn_like(q), alpha=0.05))
     tokens, labels = torch.randint(61, (2, m, 2, 12))
-    stages = split(model, Mesh(n, rank, pp=n), name, virtual)
+    stages = split(model, Mesh(n, rank, pp=n), name, usual_virtual(name))
     losses = stages.train(m, lambda stage, i, x: stages.forward(
         model, stage, x, tokens[i], labels[i], seed=0.01, balance_seed=0.1),
         lambda i: torch.empty(2, 12, config.dim, dtype=torch.float64), 0.01)
@@ -797,13 +801,12 @@ def run_beside_one_process(rank, n, name, m, overrides, worst):
     return stages
 
 
-def show(rank, n, names, m, draws):
+def show(rank, n, names, m):
     """Schedules drawn and run; what ran when, of the last one."""
     worst = {}
     for name in names:
-        if rank == 0 and draws:
-            show_schedule(name, n, m, 2 if name == "interleaved" else 1,
-                          {"F": 1, "I": 1, "W": 1}, 0.0)
+        if rank == 0:
+            show_schedule(name, n, m, usual_virtual(name), parse_costs([]), 0.0)
         for overrides in ([], ["tie_embeddings=true"]):
             stages = run_beside_one_process(rank, n, name, m, overrides, worst)
     begin = stages.timeline[0][1]
@@ -847,20 +850,20 @@ def bench_rest(rank, n, m, seconds):
     """Measured over predicted time of every schedule, with stages that rest."""
     mesh = Mesh(n, rank, pp=n)
     for name in SCHEDULES:
-        virtual = 2 if name == "interleaved" else 1
-        stages, weight = Pipeline(mesh["pp"], name, virtual, []), torch.ones(1, requires_grad=True)
-        last = len(stages.placement) - 1
+        stages, weight = (Pipeline(mesh["pp"], name, usual_virtual(name), []),
+                          torch.ones(1, requires_grad=True))
 
         def forward(stage, i, x):
             out = Rest.apply(torch.zeros(1) if x is None else x, weight, seconds)
-            return out.sum() if stage == last else out
+            return out.sum() if stage == stages.last else out
         dist.barrier()
         start = time.perf_counter()
         stages.train(m, forward, lambda i: torch.empty(1), 1.0)
         dist.barrier()
         took = time.perf_counter() - start
-        predicted = predict(*make_schedule(name, n, m, virtual), dict.fromkeys("FIW", seconds))
-        ideal = 3 * m * seconds * (last + 1) / n
+        predicted = predict(*make_schedule(name, n, m, usual_virtual(name)),
+                            dict.fromkeys("FIW", seconds))
+        ideal = 3 * m * seconds * len(stages.placement) / n
         if rank == 0:
             print(f"{n} ranks, {m} microbatches, each F, I and W a rest of {seconds * 1e3:.0f} ms: "
                   f"{name:12} {took:.2f} s, {took / predicted['makespan']:.3f} x predicted, "
@@ -889,10 +892,9 @@ def torchs_schedule(name, model, stages, m):
     """torch's own schedule of that name over the same stages, or None where it has none."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
-    last = len(stages.placement) - 1
     parts = [pipelining.PipelineStage(
-        TorchStage(model, stages.blocks[s], s == 0, s == last), s, last + 1, torch.device("cpu"))
-        for s in stages.stages]
+        TorchStage(model, stages.blocks[s], s == 0, s == stages.last), s, stages.last + 1,
+        torch.device("cpu")) for s in stages.stages]
     kind = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved":
             "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
             "zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}[name]
@@ -912,7 +914,7 @@ def bench(rank, n, rounds, m=8):
         if name == "dualpipe-v" and m < 2 * n:
             continue
         model, theirs = built(config), built(config)
-        stages = split(model, mesh, name, 2 if name == "interleaved" else 1)
+        stages = split(model, mesh, name, usual_virtual(name))
         schedule = torchs_schedule(name, theirs, stages, m)
 
         def step():
@@ -932,6 +934,8 @@ def bench(rank, n, rounds, m=8):
 
 
 def main():
+    """Draw a schedule, run it on the ranks of torchrun, demonstrate all, or time them. Returns the
+    exit code."""
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--schedule", choices=list(SCHEDULES), help="draw this one; under torchrun "
                        "run it")
@@ -949,13 +953,13 @@ def main():
         codes = [spawn(bench, n, 9) for n in (2, 4)] + [spawn(bench_rest, 4, 16, 0.05)]
         return max(codes)
     if "RANK" in os.environ:
-        return spawn(show, 0, [args.schedule or "1f1b"], args.microbatches, True)
+        return spawn(show, 0, [args.schedule or "1f1b"], args.microbatches)
     if not args.schedule:
-        return spawn(show, 2, list(SCHEDULES), 4, True)
+        return spawn(show, 2, list(SCHEDULES), 4)
     try:
         if min(args.pp, args.microbatches) < 1 or args.latency < 0:
             raise ValueError("--pp and --microbatches must be at least 1, --latency at least 0")
-        virtual = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
+        virtual = args.virtual_stages or usual_virtual(args.schedule)
         show_schedule(args.schedule, args.pp, args.microbatches, virtual,
                       parse_costs(args.costs), args.latency, args.svg)
     except (ValueError, OSError) as error:

@@ -224,9 +224,8 @@ def kept_input(full, axis):
     have to wait from this rank's shard, which is all that is kept, gathered again by the first."""
     if not queues:
         return lambda: full.flatten(0, 1)
-    length, mine = full.shape[1], shard_length(full.shape[1], axis)
-    first = axis.rank * -(-length // axis.size)
-    shard = full[:, min(first, length):min(first, length) + mine].clone()
+    length, part = full.shape[1], -(-full.shape[1] // axis.size)
+    shard = full[:, axis.rank * part:(axis.rank + 1) * part].clone()
     return functools.cache(lambda: gather(shard, axis, length).flatten(0, 1))
 
 

@@ -332,7 +332,8 @@ def prepare(args, report=print):
     if source:
         with torch.device("meta"):
             held = Transformer(config).state_dict()
-        checkpoint.check_fit(source, {f"model.{k}": t for k, t in held.items()}, "model.")
+        checkpoint.check_fit(source, {f"model.{k}": tuple(t.shape) for k, t in held.items()},
+                             "model.")
     if resumed:
         check_same_data(args, resumed, streams[0])
     return Plan(args, config, resumed, source, device, tokenizer, *streams, *batches)
@@ -370,7 +371,8 @@ def build(plan, mesh, report=print):
         alone = mesh["data"].size == 1
         owner = optim.MixedPrecision(model, dtype, accumulate=alone)
         reducer = None if alone else Replicas(
-            model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()})
+            model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()},
+            [model.get_parameter(name) for name in stages.twice] if stages else ())
     optimizer = optim.make_optimizer(
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
     counted = [master for _, master in owner.named_masters()
@@ -570,9 +572,7 @@ def forward_backward(run, batch, seed, balance_seed):
     rows = [slice(first, first + size) for first in range(0, count, size)]
     bracket = run.owner.microbatch if run.args.zero else lambda *_: contextlib.nullcontext()
     if run.reducer and not run.args.zero:
-        twice = {p for name, p in run.model.named_parameters()
-                 if run.stages and name in run.stages.twice}
-        run.reducer.start(len(rows), twice)
+        run.reducer.start(len(rows))
     if run.stages:
         losses = run.stages.train(
             len(rows), lambda stage, i, x: token_loss(run, batch, rows[i], seed, balance_seed,
