@@ -3494,6 +3494,8 @@ def _layout_shapes(model, layout, choose):
         stages = len(pipeline.place_stages(layout["pp-schedule"], layout["pp"],
                                            layout["virtual-stages"]))
         fields["n_layers"] = choose([stages, stages + 1])
+        if model == "tiny-dense":
+            fields["n_dense_layers"] = fields["n_layers"]
     if model == "tiny-dense":
         fields["n_kv_heads"] = choose([g for g in (1, 2, 3, 4) if heads % g == 0
                                        and (g % tp == 0 or tp % g == 0)])
@@ -3522,10 +3524,10 @@ def _layout_microbatch(layout, micro, choose):
 
 def _layout_cases(everything):
     """(world_size, flags): every layout of 1, 2, 3, 4, 6 and 8 ranks with every setting, and shapes
-    that vary from case to case; or a fixed sample in which every pair comes of axes in use, one of
-    an odd size, schedule, setting and shape."""
+    that vary from case to case; or of up to 4 ranks a fixed sample in which every pair comes of
+    axes in use, one of an odd size, schedule, setting and shape."""
     cases = {}  # (world_size, flags) -> its settings
-    for world_size in (1, 2, 3, 4, 6, 8):
+    for world_size in (1, 2, 3, 4, 6, 8) if everything else (1, 2, 3, 4):
         for layout in legal_layouts(world_size):
             settings = list(itertools.product(*SETTINGS.values()))
             if not everything:
