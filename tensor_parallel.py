@@ -398,12 +398,13 @@ def cut_experts(moe, sequence):
 
 # ---- how many bytes ----
 
-def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False):
+def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False, deferred=False):
     """Bytes that each of n tp ranks sends for a microbatch, forward and backward: a dict by part of
     the model, padding of the sequence included, and "gradients", once a step.
 
     width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full runs
     each block's forward again, but for its last reduce-scatter, of whose result nothing is needed.
+    deferred: a pipeline's W gathers again what layers that are cut by columns have read.
     """
     c, part = config, -(-length // n)
     share, d = (n - 1) * batch * part, config.dim * width
@@ -411,11 +412,12 @@ def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False):
     attention, ids = (latent if c.q_lora_rank else d) + d, 4 * c.top_k  # ids as int32
     moe, moe_layers = 2 * d + c.top_k * wide, c.n_moe_layers()
     balanced = bool(c.seq_balance_coeff or c.aux_loss_coeff)
-    again = 1 if repeated else 0
+    again, later = int(repeated), d * deferred
     sent = {
         "embedding": share * 2 * d,
-        "attention": share * c.n_layers * attention * (2 + again),
-        "dense FFN": share * (c.n_layers - moe_layers) * (4 * d + again * d),
+        "attention": share * c.n_layers * (attention * (2 + again)
+                                           + (0 if c.q_lora_rank else later)),
+        "dense FFN": share * (c.n_layers - moe_layers) * (4 * d + again * d + later),
         "MoE": moe_layers * (share * (2 * moe + ids + again * (moe - d + ids)) + balanced * 2
                              * (n - 1) * -(-batch * (c.num_experts + 1) // n) * wide),
         "head": share * (2 * d + 2 * n * wide)}

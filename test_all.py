@@ -11,6 +11,7 @@ gradients compared directly.
 import atexit
 import base64
 import collections
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -2811,7 +2812,7 @@ def _tp_pair(config, rank, n):
     return cut, alone
 
 
-def _tp_bytes(rank, n, config, recompute, length):
+def _tp_bytes(rank, n, config, recompute, length, deferred):
     """The ledger's tp bytes of two microbatches of a step, and the formula's."""
     mesh = collectives.Mesh(n, rank, tp=n)
     cut, _ = _tp_pair(config, rank, n)
@@ -2819,20 +2820,27 @@ def _tp_bytes(rank, n, config, recompute, length):
     tokens = torch.randint(config.vocab_size, (3, length))
     collectives.ledger.clear()
     for _ in range(2):
-        cut.head_loss(cut(tokens, balance_seed=1.0), tokens).backward()
+        loss, queue = cut.head_loss(cut(tokens, balance_seed=1.0), tokens), []
+        with collectives.weights_wait(queue) if deferred else contextlib.nullcontext():
+            loss.backward()
+        assert bool(queue) == deferred
+        collectives.drain(queue)
     tensor_parallel.sum_partial_gradients(list(cut.parameters()), mesh["tp"])
-    formula = tensor_parallel.bytes_sent(config, n, 3, length, 8, 8, recompute == "full")
+    formula = tensor_parallel.bytes_sent(config, n, 3, length, 8, 8, recompute == "full",
+                                         deferred)
     gradients = formula.pop("gradients")
     return collectives.ledger.by_axis()["tp"], 2 * sum(formula.values()) + gradients
 
 
-@pytest.mark.parametrize("n, length, recompute", [(2, 16, "none"), (2, 15, "full"), (4, 9, "full"),
-                                                  (4, 16, "selective")])
+@pytest.mark.parametrize("n, length, recompute, deferred", [
+    (2, 16, "none", False), (2, 15, "full", False), (4, 9, "full", True),
+    (4, 16, "selective", False), (2, 13, "none", True)])
 @pytest.mark.parametrize("model, overrides", [
     ("tiny", []), ("tiny", ["q_lora_rank=0", "vocab_size=259", "seq_balance_coeff=0"]),
     ("tiny-dense", []), ("tiny-dense", ["n_kv_heads=1", "tie_embeddings=true"])])
-def test_tp_sends_the_bytes_of_the_formula(n, length, recompute, model, overrides):
-    for sent, formula in ranks(n, _tp_bytes, make_config(model, overrides), recompute, length):
+def test_tp_sends_the_bytes_of_the_formula(n, length, recompute, deferred, model, overrides):
+    config = make_config(model, overrides)
+    for sent, formula in ranks(n, _tp_bytes, config, recompute, length, deferred):
         assert sent == formula
 
 
