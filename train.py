@@ -44,6 +44,7 @@ import torch.distributed as dist
 import checkpoint
 import data
 import optim
+import ring_attention
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
                          ledger, local_part, local_region, mesh_sizes)
@@ -63,7 +64,6 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
-    "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
     "pp": (1, "pipeline.py"), "pp_schedule": ("1f1b", "pipeline.py"),
     "virtual_stages": (1, "pipeline.py"),
     "ep": (1, "expert_parallel.py"), "etp": (1, "expert_parallel.py"),
@@ -182,7 +182,8 @@ def check_flags(args):
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
-                        ("fsdp", 1), ("tp", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
+                        ("fsdp", 1), ("cp", 1), ("tp", 1), ("collective_timeout", 1),
+                        ("stop_timeout", 1)):
         number = getattr(args, name)
         if not least <= number <= 1e9:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least} and at "
@@ -226,7 +227,7 @@ def launched():
 
 def layout_of(args):
     """Axis -> size, as the flags say."""
-    return {axis: getattr(args, axis) for axis in ("dp", "fsdp", "tp")}
+    return {axis: getattr(args, axis) for axis in ("dp", "fsdp", "cp", "tp")}
 
 
 def check_layout(args):
@@ -307,6 +308,7 @@ def prepare(args, report=print):
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
     tensor_parallel.check(config, args.tp)
+    ring_attention.check(config, args.cp, args.tp, args.seq_len, args.cp_method)
     device = pick_device(args.device)
     refuse_too_large(args.model or "the model", config, device, training_bytes(args))
     tokenizer = data.load_tokenizer(args.tokenizer)
@@ -332,14 +334,15 @@ def set_up(args, report=print):
 
 def build(plan, mesh, report=print):
     """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
-    on the meta device, tensor parallelism, recompute, memory and values, data parallelism,
-    optimizer."""
+    on the meta device, tensor and context parallelism, recompute, memory and values, data
+    parallelism, optimizer."""
     args, dtype = plan.args, DTYPES[plan.args.dtype]
     with torch.device("meta"):
         model = Transformer(plan.config)
     if args.compile:
         compile_regions(model)
     tensor_parallel.parallelize(model, mesh)
+    ring_attention.parallelize(model, mesh, args.seq_len, args.cp_method)
     apply_recompute(model, args.recompute)
     if args.zero:
         zero_buffers(model, plan.device)
@@ -422,8 +425,9 @@ def available_memory(device):
 def training_bytes(args):
     """Bytes per parameter of the whole model on this rank: itself and, when training, gradient,
     master weight, optimizer state (the table of fsdp.py). tp cuts all but a few."""
+    shards = args.fsdp * args.cp
     parameters, gradients, moments = (size / args.tp for size in bytes_held(
-        1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp))
+        1, 1 / shards, 1 / shards, args.zero, DTYPES[args.dtype].itemsize, shards))
     if args.eval_only:  # levels 2 and 3 have their shard of the gradients from the start
         return parameters + (gradients if args.zero > 1 else 0)
     return parameters + gradients + (moments if args.optimizer == "adamw" else 0)
@@ -507,6 +511,7 @@ def train_step(run, asked=()):
     readers = run.mesh["batch"]
     count = args.batch_size // readers.size
     batch = run.batches.get(run.step, readers.rank * count, count)  # this rank's rows
+    batch = own_positions(run, batch)
     valid = (batch.labels != data.IGNORED).sum().double().to(run.device) * speaks_for_batch(run)
     valid = int(all_reduce(valid, run.mesh["world"]))
     seed, balance_seed = scale / max(valid, 1), scale / args.batch_size
@@ -557,11 +562,22 @@ def forward_backward(run, batch, rows, seed, balance_seed, last):
     return loss.item()
 
 
+def own_positions(run, batch):
+    """Of each sequence the positions that this rank has under cp; document ids stay whole."""
+    positions = context_positions(run)
+    return batch._replace(tokens=batch.tokens[:, positions], labels=batch.labels[:, positions])
+
+
+def context_positions(run):
+    axis = run.mesh["cp"]
+    return ring_attention.positions_of(axis.rank, axis.size, run.args.seq_len)
+
+
 def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0):
     """Token loss summed over some rows of a batch, which come to the device for it."""
     tokens, labels, document_ids = (None if t is None else t[rows].to(run.device, non_blocking=True)
                                     for t in batch)
-    hidden = run.model(tokens, document_ids=document_ids, balance_seed=balance_seed)
+    hidden = run.model(tokens, context_positions(run), document_ids, balance_seed)
     return run.model.head_loss(hidden, labels, seed)
 
 
@@ -615,6 +631,7 @@ def evaluate(run):
     among the ranks."""
     readers, sums = run.mesh["batch"], torch.zeros(2, dtype=torch.float64, device=run.device)
     for batch in run.validation.in_order(EVAL_SEQUENCES):
+        batch = own_positions(run, batch)
         share = -(-len(batch.tokens) // readers.size)
         stop = min((readers.rank + 1) * share, len(batch.tokens))
         for first in range(readers.rank * share, (readers.rank + 1) * share,
@@ -892,7 +909,7 @@ def describe(run):
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
         print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
-              f"on meta, tensor, recompute, "
+              f"on meta, tensor, context, recompute, "
               f"{'shard, values' if args.zero else 'values, replicate'}, optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
