@@ -9,8 +9,8 @@ are the block's log-sum-exp and its mean value. Two blocks a, b of keys make one
     lse = log(exp lse_a + exp lse_b)    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 so a rank keeps its queries and has the blocks of all ranks come by, one at a time. Backward needs
-the final lse and out alone: with P = exp(Q K^T scale - lse), the probabilities of the whole softmax,
-block by block
+the final lse and out alone: with P = exp(Q K^T scale - lse), the probabilities of the whole
+softmax, block by block
 
     dV = P^T dO    dS = P (dO V^T - D) scale    dQ += dS K    dK = dS^T Q      D = rowsum(dO out)
 
@@ -39,10 +39,11 @@ head_dim; a gradient counts in float32:
     ulysses     (n-1)/n s/n (h (dk + dv) + what k and v take) / the same: all-to-all, heads for
                 positions. GQA's k and v go that way too, MLA's latents are gathered, s w.
 
-Break-even. Expanding a received token costs 2 c h (nope + v) multiply-adds' FLOPs, in all passes 4
-times; its expanded keys and values, h (dk + v) numbers, would cross the wire 3 times. So latents win
-up to about c = 1.5 (bytes a number) F / B numbers, with F FLOP/s and B bytes/s a rank: H100s with
-400 TFLOP/s at 50 GB/s 24,000, over NVLink (450 GB/s) 2,700, and c is 512.
+Break-even. Moving latents instead of h (dk + v) numbers a token saves the wire their forward and
+their gradient (float32), and costs 4 products with wkv_b at every rank that a token comes to (twice
+forward, twice for gradients) of 2 c h (nope + v) FLOPs. With F FLOP/s and B bytes/s a rank latents
+win up to a latent of about c = (bytes a number + 4) F / (8 B) numbers: F / B in float32, 0.75 F / B
+in bf16. For H100s of 400 TFLOP/s that is 6,000 at 50 GB/s and 670 over NVLink (450 GB/s); c is 512.
 
 Under tp each rank rings 1/tp of the latents and gathers them over tp on arrival, inside the node.
 
@@ -373,16 +374,22 @@ class Gather:
         shares = all_gather(self.padded(share_of(block, self.tp))[None], self.axis)
         for owner in range(self.axis.size):
             share = shares[owner, :self.sizes.share(owner)]
-            yield owner, whole_of(share, self.tp, self.sizes.block(owner))
+            yield owner, (block if owner == self.axis.rank else
+                          whole_of(share, self.tp, self.sizes.block(owner)))
 
     def add(self, owner, grad):
-        """The gradient of the next owner's block."""
-        self.grads.append(self.padded(sum_share(grad, self.tp)))
+        """The gradient of the next owner's block; this rank's own part stays at home."""
+        if owner == self.axis.rank:
+            self.own = grad
+            self.grads.append(grad.new_zeros(self.sizes.longest()))
+        else:
+            self.grads.append(self.padded(sum_share(grad, self.tp)))
 
     def home(self):
         """The gradient of this rank's own block, when all have been added."""
         share = reduce_scatter(torch.stack(self.grads), self.axis)[0]
-        return spread(share[:self.sizes.share(self.axis.rank)], self.tp, self.sizes.shape)
+        share = share[:self.sizes.share(self.axis.rank)]
+        return self.own + spread(share, self.tp, self.sizes.shape)
 
 
 CARRIERS = {"ring": Ring, "allgather": Gather}
@@ -574,3 +581,225 @@ def parallelize(model, mesh, seq_len, method="ring", zigzag=True):
 def sum_over_cp(axis, sum_here, counts):
     """A MoE layer's counts over whole sequences: over tp, if that has set sum_here, and cp."""
     return all_reduce(sum_here(counts), axis)
+
+
+# ---- how many bytes ----
+
+def bytes_sent(config, cp, rank, batch, seq_len, method="ring", zigzag=True, tp=1, width=4, wide=4,
+               repeated=False):
+    """Bytes that a cp rank sends for a microbatch, forward and backward: over cp by part of the
+    model, and over tp, where latents are put together on arrival.
+
+    width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full attends
+    twice forward.
+    """
+    c, n = config, cp
+    slices = Slices(Axis("cp", tuple(range(n)), rank), seq_len, zigzag)
+    mine, heads, kv_heads = slices.length(rank), c.n_heads // tp, max(c.n_kv_heads // tp, 1)
+    shape = (batch, mine, c.kv_lora_rank + c.qk_rope_head_dim) if c.is_mla else (
+        batch, mine, kv_heads, 2 * c.v_head_dim)
+    sizes = Sizes(slices, Axis("tp", tuple(range(tp if c.is_mla else 1)), 0), shape)
+    shares = [sizes.share(owner) for owner in range(n)]
+    others = sum(shares) - shares[rank]
+    if method == "ring":  # the last block to arrive, the next rank's, is not passed on
+        blocks, grads = sum(shares) - shares[(rank + 1) % n], others
+    else:
+        blocks = grads = (n - 1) * sizes.longest()
+    forward, backward = blocks * width, blocks * width + grads * wide
+    inside, inside_backward = others * width, others * (width + wide)  # times tp - 1
+    if method == "ulysses":
+        qk, value = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
+        going, coming = (n - 1) * batch * mine, batch * (seq_len - mine)  # rows
+        to_heads_width, to_positions_width = heads // n * qk, heads // n * value
+        forward, backward, inside_backward = forward, grads * wide, others * wide
+        if not c.is_mla:  # no gathering of latents: keys and values go with the queries
+            to_heads_width += math.lcm(kv_heads, n) // n * 2 * value
+            forward = backward = 0
+        forward += (going * to_heads_width + coming * to_positions_width) * width
+        backward += (coming * to_heads_width + going * to_positions_width) * width
+    times = c.n_layers * (2 if repeated else 1)
+    balanced = c.n_moe_layers() * bool(c.seq_balance_coeff or c.aux_loss_coeff)
+    return {"attention": times * forward + c.n_layers * backward,
+            "balance": balanced * 2 * (n - 1) * -(-batch * (c.num_experts + 1) // n) * wide,
+            "over tp": c.is_mla * (tp - 1) * (times * inside + c.n_layers * inside_backward)}
+
+
+# ---- demonstration ----
+
+MARKS = {"own": "\\", "all": "#", "early keys": "<", "late queries": "v", "nothing": "."}
+
+
+def mark(slices, owner):
+    """What a rank's queries do with the owner's block."""
+    pieces = causal_pieces(slices, owner)
+    if not pieces:
+        return MARKS["nothing"]
+    _, queries, keys, causal = pieces[0]
+    return MARKS["own" if causal else "late queries" if queries.start else "early keys"
+                 if keys.stop < slices.length(owner) else "all"]
+
+
+def draw(n, seq_len):
+    """Print who attends to which block at each step; returns the pairs of each rank, placed in
+    order and zig-zag."""
+    print(f"{n} ranks, {seq_len} positions; per step the owner of the block, and of it "
+          + ", ".join(f"{sign} {what}" for what, sign in MARKS.items()))
+    print(f"{'in order':>27}{'pairs':>9}{'zig-zag':>21}{'pairs':>9}   positions")
+    work = [], []
+    for rank in range(n):
+        line = f"  rank {rank}"
+        for zigzag, found in zip((False, True), work):
+            slices = Slices(Axis("cp", tuple(range(n)), rank), seq_len, zigzag)
+            owners = [(rank - step) % n for step in range(n)]
+            found.append(sum(pairs(causal_pieces(slices, owner)) for owner in owners))
+            steps = " ".join(f"{owner}{mark(slices, owner)}" for owner in owners)
+            line += f"{steps:>{19 if not zigzag else 21}}{found[-1]:9,}"
+        print(line + "   " + ", ".join(f"{a}..{b - 1}" for a, b in slices.chunks(rank)))
+    return work
+
+
+def attention_layers():
+    """An MLA and a GQA layer of a model, with inputs (b, s, ...) of their cores, in float64."""
+    from mla import MLA
+    from model import GQA
+    torch.manual_seed(0)
+    mla = MLA(8, 4, 0, 12, 8, 4, 6, 1e-6, 0.3).double()
+    gqa = GQA(8, 4, 2, 6, 0.4, True).double()
+    widths = {"MLA": (mla, [(4, 8), (4, 4), (12,), (4,)]), "GQA": (gqa, [(4, 6), (2, 6), (2, 6)])}
+    return {name: (layer, [torch.randn(2, 45, *width, dtype=torch.float64) for width in all_widths])
+            for name, (layer, all_widths) in widths.items()}
+
+
+def compare(name, layer, inputs, mesh, method, zigzag, document_ids, worst):
+    """A core over the ranks beside the same on one: outputs and gradients of all inputs."""
+    from mla import document_mask
+    slices = Slices(mesh["cp"], inputs[0].shape[1], zigzag)
+    mine = slices.positions(slices.axis.rank)
+    pull = torch.randn(2, 45, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = [t.clone().requires_grad_() for t in inputs]
+    weights = [layer.wkv_b.weight] if name == "MLA" else []
+    expected = layer.core(*whole, None if document_ids is None else document_mask(document_ids))
+    expected_grads = torch.autograd.grad(expected, whole + weights, pull)
+    local = [t[:, mine].clone().requires_grad_() for t in inputs]
+    core = (functools.partial(latent_core, layer, slices, mesh["tp"], method) if name == "MLA" else
+            functools.partial(head_core, layer, slices, method))
+    attended = Slices(ALONE, 45, False) if method == "ulysses" else slices
+    out = core(*local, None if document_ids is None else plan(attended, document_ids))
+    grads = torch.autograd.grad(out, local + weights, pull[:, mine])
+    found = [difference(out, expected[:, mine])]
+    found += [difference(a, b[:, mine]) for a, b in zip(grads, expected_grads[:len(local)])]
+    found += [difference(all_reduce(a.clone(), mesh["cp"]), b)
+              for a, b in zip(grads[len(local):], expected_grads[len(local):])]
+    worst[f"{name} {method}{'' if zigzag else ', in order'}"
+          f"{'' if document_ids is None else ', documents'}"] = max(found)
+
+
+def show(rank, n):
+    """Who attends to what; every method beside one process; bytes."""
+    work = draw(n, 16 * n) if rank == 0 else None
+    mesh, worst = Mesh(n, rank, cp=n), {}
+    document_ids = torch.tensor([[0] * 9 + [1] * 30 + [2] * 6, [0] * 22 + [1] * 3 + [2] * 20])
+    layers = attention_layers()
+    for (name, (layer, inputs)), method, zigzag, ids in itertools.product(
+            layers.items(), METHODS, (True, False), (None, document_ids)):
+        compare(name, layer, inputs, mesh, method, zigzag, ids, worst)
+    q, k, v = (t.transpose(1, 2) for t in layers["GQA"][1])
+    for what, ours in (("fused kernel beside the plain formulas", attend_block),):
+        worst[what] = max(difference(a, b) for a, b in zip(
+            ours(q, k, v, 0.4, True), plain_block(q, k, v, 0.4, True)))
+    if rank == 0:
+        even = 16 * n * (16 * n + 1) // 2
+        worst["pairs: the causal half, shared evenly by zig-zag"] = float(
+            sum(work[0]) != even or {even} != {n * pairs for pairs in work[1]})
+        print("largest difference of outputs and gradients from one process, 45 positions:")
+    else:
+        worst["pairs: the causal half, shared evenly by zig-zag"] = 0.0
+    show_bytes(rank, n, layers["MLA"], mesh, worst)
+    return verdict(rank, worst)
+
+
+def show_bytes(rank, n, layer_and_inputs, mesh, worst):
+    """What a forward and backward of the MLA layer sent, and DeepSeek-V3's bytes a token."""
+    from model import make_config
+    layer, inputs = layer_and_inputs
+    config = make_config("tiny", ["n_layers=1", "n_dense_layers=1", "kv_lora_rank=12",
+                                  "qk_nope_head_dim=8", "qk_rope_head_dim=4", "v_head_dim=6"])
+    slices, lines = Slices(mesh["cp"], 45), []
+    mine = slices.positions(rank)
+    for method in METHODS:
+        ledger.clear()
+        local = [t[:, mine].clone().requires_grad_() for t in inputs]
+        latent_core(layer, slices, mesh["tp"], method, *local, None).sum().backward()
+        sent = ledger.by_axis()["cp"]
+        formula = bytes_sent(config, n, rank, 2, 45, method, width=8, wide=8)["attention"]
+        worst[f"bytes of {method} are the formula's"] = float(sent != formula)
+        lines.append(f"{method} {sent:,}")
+    v3 = make_config("deepseek-v3")
+    latents, full = v3.kv_lora_rank + v3.qk_rope_head_dim, v3.n_heads * (
+        v3.qk_nope_head_dim + v3.qk_rope_head_dim + v3.v_head_dim)
+    if rank == 0:
+        print(f"bytes a rank sent for MLA, 2 sequences of 45: {', '.join(lines)}")
+        print(f"DeepSeek-V3, numbers a token and layer: latents {latents:,}, expanded {full:,}: "
+              f"{full / latents:.1f} times")
+
+
+# ---- benchmark ----
+
+def full_core(attn, slices, q_nope, q_pe, latent, k_pe, pieces=None):
+    """For comparison: every rank gathers all keys and values, expanded by their owners, and keeps
+    them for backward."""
+    k, v = attn.keys_and_values(attn.wkv_b(latent), k_pe)
+    whole, row, pieces = Slices(ALONE, slices.seq_len, False), 0, []
+    for start, stop in slices.chunks(slices.axis.rank):
+        queries, everything = slice(row, row + stop - start), slice(None)
+        pieces += nonempty([(everything, queries, slice(0, start), False)])
+        pieces.append((everything, queries, slice(start, stop), True))
+        row += stop - start
+    return BlockwiseAttention.apply(
+        torch.cat([q_nope, q_pe], -1), gather_blocks(torch.cat([k, v], -1), slices, ALONE), None,
+        lambda block, weight: block.split([k.shape[-1], v.shape[-1]], -1),
+        functools.partial(Ring, whole, ALONE), [pieces], attn.scale)
+
+
+def rates(axis):
+    """(FLOP/s of a matrix product, bytes/s round the ring) of a rank, all at work together."""
+    a, message = torch.ones(512, 512), torch.ones(2 ** 21)
+    seconds = [paired_ratio(function, lambda: None, 5)[1] for function in (
+        lambda: a @ a, lambda: ring_shift(message, axis, len(message)).wait())]
+    return 2 * 512 ** 3 / seconds[0], 4 * len(message) / seconds[1]
+
+
+def bench(rank, n, rounds):
+    """Attention forward and backward: latents on the ring beside gathered keys and values."""
+    from mla import MLA
+    from train import keep_freed_memory
+    keep_freed_memory()
+    mesh, seq_len = Mesh(n, rank, cp=n), 4096
+    flops, bandwidth = rates(mesh["cp"])
+    break_even = flops / bandwidth
+    if rank == 0:
+        print(f"{n} ranks: {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.2f} GB/s a rank: latents "
+              f"should win up to kv_lora_rank {break_even:.0f}", flush=True)
+    for heads, c, nope, rope in ((16, 16, 48, 16), (2, 2048, 48, 16)):
+        attn = MLA(8, heads, 0, c, nope, rope, nope + rope, 1e-6, 0.1)
+        slices = Slices(mesh["cp"], seq_len)
+        mine = slices.length(rank)
+        torch.manual_seed(rank)
+        inputs = [torch.randn(1, mine, *width, requires_grad=True)
+                  for width in ((heads, nope), (heads, rope), (c,), (rope,))]
+        pull = torch.randn(1, mine, heads, nope + rope)
+        ratio, seconds = paired_ratio(
+            lambda: latent_core(attn, slices, mesh["tp"], "ring", *inputs, None).backward(pull),
+            lambda: full_core(attn, slices, *inputs).backward(pull), rounds)
+        if rank == 0:
+            print(f"  {seq_len} positions, {heads} heads of {nope + rope}, latent {c}: ring of "
+                  f"latents {seconds * 1e3:.0f} ms, {ratio} x gathered keys and values; expected to "
+                  f"{'win' if c < break_even else 'lose'}", flush=True)
+
+
+if __name__ == "__main__":
+    flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    flags.add_argument("--bench", action="store_true", help="timings instead of checks")
+    if flags.parse_args().bench:
+        sys.exit(max(spawn(bench, n, 7) for n in (2, 4)))
+    sys.exit(spawn(show, 4))
