@@ -1,16 +1,16 @@
 """Context parallelism: every rank holds a part of each sequence; keys and values come round a ring.
 
-Attention of a query is a weighted mean, and weighted means can be merged. Over a block of keys
+Attention is a weighted mean of values, and means can be merged. A block of keys gives a query
 
     lse = log sum exp(q k scale)        out = sum exp(q k scale - lse) v
 
-are the block's log-sum-exp and its mean value. Two blocks a, b of keys make one:
+and blocks a and b together
 
     lse = log(exp lse_a + exp lse_b)    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 so a rank keeps its queries and has the blocks of all ranks come by, one at a time. Backward needs
 the final lse and out alone: with P = exp(Q K^T scale - lse), the probabilities of the whole
-softmax, block by block
+softmax, each block by itself gives
 
     dV = P^T dO    dS = P (dO V^T - D) scale    dQ += dS K    dK = dS^T Q      D = rowsum(dO out)
 
@@ -19,36 +19,35 @@ since the softmax's own gradient, P (dP - sum P dP), has sum P dP = dO (P V) = d
     step      0         1         2         3       The ring: a rank passes on the block that it
     rank 0  own 0  ->  of 3  ->  of 2  ->  of 1     has while it attends to it; in backward a
     rank 1  own 1  ->  of 0  ->  of 3  ->  of 2     block's gradient follows it from rank to rank,
-    rank 2  own 2  ->  of 1  ->  of 0  ->  of 3     one hop behind, and its last hop leads home.
+    rank 2  own 2  ->  of 1  ->  of 0  ->  of 3     and its last hop leads home.
 
-What travels is what the layer stores. MLA: the latent and the rotated k_pe; keys and values are
-made from them (wkv_b) at every rank, one block at a time, and again in backward. GQA: keys, values.
+What travels is what the layer would cache. MLA: the latent and the rotated k_pe; keys and values
+are made from them at every rank, one block at a time, and again in backward. GQA: keys and values.
 
-Causal work is uneven when rank r holds the r-th part: rank 0 sees its own block alone. Zig-zag: of
-2 cp chunks rank r holds r and 2 cp - 1 - r, an early one and a late one; then every step but the
-first (own block, causal) is half a block for all: all queries with the early keys, or the late
-queries with all keys. What lies above the diagonal, or in documents that the queries do not belong
-to, is skipped. Where seq_len does not divide, some ranks hold a token more: no token is padding.
+Causal work is uneven if rank r holds the r-th part: rank 0 sees its own block alone. Zig-zag: of
+2 cp chunks rank r holds r and 2 cp - 1 - r, an early and a late one; then every step after the
+first is half a block for all: all queries with the early keys, or the late queries with all keys.
+What lies above the diagonal, or in documents that a query does not belong to, is skipped. Where
+seq_len does not divide, some ranks hold a token more: no token is padding.
 
-Numbers that a rank sends a layer and sequence, forward / backward (bytes_sent() is exact); s the
-length, n = cp, w numbers a token of what travels: kv_lora_rank + rope (576 for DeepSeek-V3), or 2 g
-head_dim; a gradient counts in float32:
+Numbers that a rank sends a layer and sequence, forward / backward (bytes_sent() is exact). s: its
+length, n: cp, w: numbers a token of what travels; gradients in float32:
 
-    ring        (n-1)/n s w  /  2 (n-1)/n s w, each block once, its gradient once
-    allgather   the same, all blocks at once before the first is used (Llama 3): nothing overlaps
-    ulysses     (n-1)/n s/n (h (dk + dv) + what k and v take) / the same: all-to-all, heads for
-                positions. GQA's k and v go that way too, MLA's latents are gathered, s w.
+    ring        (n-1)/n s w / twice that: each block once, its gradient once
+    allgather   the same in one call before the first block is used, and one behind (Llama 3)
+    ulysses     (n-1)/n s/n h (2 dk + 2 dv) / the same: all-to-all, positions for heads, and back;
+                MLA's latents are gathered instead: (n-1)/n (s w + s/n h (dk + dv))
 
-Break-even. Moving latents instead of h (dk + v) numbers a token saves the wire their forward and
-their gradient (float32), and costs 4 products with wkv_b at every rank that a token comes to (twice
-forward, twice for gradients) of 2 c h (nope + v) FLOPs. With F FLOP/s and B bytes/s a rank latents
-win up to a latent of about c = (bytes a number + 4) F / (8 B) numbers: F / B in float32, 0.75 F / B
-in bf16. For H100s of 400 TFLOP/s that is 6,000 at 50 GB/s and 670 over NVLink (450 GB/s); c is 512.
+Break-even. Moving latents in place of h (dk + dv) numbers a token saves the wire those, twice, and
+their gradients, and costs 4 products with wkv_b at every rank that a token comes to (2 forward, 2
+for gradients) of 2 c h (nope + dv) FLOPs. With F FLOP/s and B bytes/s a rank latents win up to
+about c = 1.5 F / B numbers in float32, F / B in bf16: for H100s of 400 TFLOP/s 8,000 at 50 GB/s and
+900 over NVLink (450 GB/s). DeepSeek-V3's c is 512, and 576 numbers travel in place of 40,960.
 
-Under tp each rank rings 1/tp of the latents and gathers them over tp on arrival, inside the node.
+Under tp each rank sends 1/tp of a latent block, which is put together on arrival inside the node.
 
 Sources: Ring attention (arXiv 2310.01889), FlashAttention-2 (2307.08691, section 3.1), Llama 3
-(2407.21783, 3.3.2), Ulysses (2309.14509), zig-zag: github.com/zhuzilin/ring-flash-attention.
+(2407.21783, 3.3.2), Ulysses (2309.14509); zig-zag: github.com/zhuzilin/ring-flash-attention.
 Course: 14:47:43 context parallelism and ring attention.
 
     python ring_attention.py            who attends to what, step by step; parity on 4 ranks; PASS
@@ -68,8 +67,8 @@ from collectives import (Axis, Mesh, Pair, all_gather, all_reduce, difference, e
                          ledger, paired_ratio, parts_along, reduce_scatter, ring_shift, spawn,
                          verdict)
 
-METHODS = ("ring", "allgather", "ulysses")
-ALONE = Axis("cp", (0,), 0)
+ALONE = Axis("alone", (0,), 0)
+ALL = slice(None)
 SCORES = 2 ** 22  # numbers that the plain path has at a time
 
 
@@ -77,18 +76,18 @@ SCORES = 2 ** 22  # numbers that the plain path has at a time
 
 def check(config, cp, tp, seq_len, method):
     """Raises ValueError, with the legal values, for what can't be divided over cp ranks."""
+    heads = config.n_heads // tp
     if cp > seq_len:
         raise ValueError(f"cp={cp} leaves a rank without any of seq_len={seq_len} positions; use "
                          f"at most {seq_len}")
-    heads = config.n_heads // tp
     if method == "ulysses" and heads % cp:
         legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ValueError(f"cp={cp} does not divide the {heads} heads that a rank has with tp={tp}; "
-                         f"ulysses needs cp to be one of {legal}; use ring or allgather for others")
+        raise ValueError(f"cp={cp} does not divide the {heads} heads of a rank (n_heads / tp), as "
+                         f"ulysses needs; use {legal}, or another method")
 
 
 def chunks_of(rank, cp, seq_len, zigzag=True):
-    """[(start, stop), ...]: the positions of a rank, in order; chunks differ by a token at most."""
+    """[(start, stop), ...]: a rank's positions, rising; chunks differ by a token at most."""
     parts = 2 * cp if zigzag else cp
     size, longer = divmod(seq_len, parts)
     return [(i * size + min(i, longer), (i + 1) * size + min(i + 1, longer))
@@ -96,7 +95,7 @@ def chunks_of(rank, cp, seq_len, zigzag=True):
 
 
 def positions_of(rank, cp, seq_len, zigzag=True):
-    """(s/cp,) the positions of a rank's tokens."""
+    """(s/cp,): the positions of a rank's tokens."""
     return torch.cat([torch.arange(*chunk) for chunk in chunks_of(rank, cp, seq_len, zigzag)])
 
 
@@ -116,52 +115,52 @@ class Slices:
     def length(self, owner):
         return sum(stop - start for start, stop in self.chunks(owner))
 
+    def rows(self):
+        """position -> its row where the ranks' tokens stand one rank behind the other."""
+        return torch.cat([self.positions(owner) for owner in range(self.axis.size)]).argsort()
+
 
 # ---- which keys a rank's queries attend to ----
 #
 # A piece is (sequences, queries, keys, causal): slices of the batch, of this rank's rows and of the
-# owner's, within which every query sees every key, or, when causal, the i-th query the keys 0..i.
+# owner's, in which every query sees every key or, when causal, the i-th query the keys 0..i.
 
 def plan(slices, document_ids=None):
-    """owner -> the pieces of its block that this rank's queries attend to.
+    """owner -> pieces of its block that this rank's queries attend to, all or within documents.
 
-    document_ids (b, seq_len): of the whole sequences, known to all ranks; a document is a stretch.
+    document_ids (b, seq_len): of whole sequences, the same on all ranks; made once a microbatch.
     """
     owners = range(slices.axis.size)
     if document_ids is None:
         return [causal_pieces(slices, owner) for owner in owners]
     pieces = [[] for _ in owners]
-    for row, ids in enumerate(document_ids.tolist()):
+    for sequence, ids in enumerate(document_ids.tolist()):
         stretches = [document_stretches(ids, slices.chunks(owner)) for owner in owners]
         for owner, (document, start, queries) in itertools.product(
                 owners, stretches[slices.axis.rank]):
-            pieces[owner] += [(slice(row, row + 1), queries, keys, first == start)
+            pieces[owner] += [(slice(sequence, sequence + 1), queries, keys, first == start)
                               for other, first, keys in stretches[owner]
                               if other == document and first <= start]
     return pieces
 
 
 def causal_pieces(slices, owner):
-    """The one piece of a rank without documents, or none."""
-    rank, everything = slices.axis.rank, slice(None)
-    mine, theirs = slice(0, slices.length(rank)), slice(0, slices.length(owner))
-    if owner == rank:  # positions rise along the rows: the diagonal of both chunks and between
-        return [(everything, mine, theirs, True)]
-    start, stop = slices.chunks(owner)[0]
-    if owner < rank:  # its early chunk lies before both of mine, its late one behind
-        return nonempty([(everything, mine, slice(0, stop - start), False)])
-    if not slices.zigzag:
-        return []
-    start, stop = slices.chunks(rank)[0]  # both of its chunks lie between mine
-    return nonempty([(everything, slice(stop - start, mine.stop), theirs, False)])
-
-
-def nonempty(pieces):
-    return [p for p in pieces if p[1].start < p[1].stop and p[2].start < p[2].stop]
+    """The piece of a block without documents; [] for nothing."""
+    rank = slices.axis.rank
+    mine, theirs = slices.length(rank), slices.length(owner)
+    my_early, their_early = (stop - start for start, stop in (slices.chunks(rank)[0],
+                                                              slices.chunks(owner)[0]))
+    if owner == rank:  # positions rise along the rows, so one triangle covers both chunks
+        return [(ALL, slice(0, mine), slice(0, theirs), True)]
+    if owner < rank:  # its early chunk lies before both of mine, its late one behind them
+        first, keys = 0, their_early
+    else:  # both of its chunks lie between mine
+        first, keys = my_early, theirs
+    return [(ALL, slice(first, mine), slice(0, keys), False)] if first < mine and keys else []
 
 
 def document_stretches(ids, chunks):
-    """[(document, first position, rows)] of one document each, in a rank's chunks."""
+    """[(document, first position, rows)] for each stretch of one document in a rank's chunks."""
     found, row = [], 0
     for chunk in chunks:
         for document, places in itertools.groupby(range(*chunk), ids.__getitem__):
@@ -172,63 +171,60 @@ def document_stretches(ids, chunks):
 
 
 def pairs(pieces):
-    """How many pairs of query and key the pieces have, in one sequence."""
-    total = 0
-    for _, queries, keys, causal in pieces:
-        s, t = queries.stop - queries.start, keys.stop - keys.start
-        total += s * (s + 1) // 2 if causal else s * t
-    return total
+    """How many pairs of query and key a sequence has in these pieces."""
+    sizes = [(q.stop - q.start, k.stop - k.start, causal) for _, q, k, causal in pieces]
+    return sum(s * (s + 1) // 2 if causal else s * t for s, t, causal in sizes)
 
 
 # ---- attention of some queries to one block of keys ----
 #
-# Here heads come before positions, as the kernels want it: q (b, h, s, dk), k (b, g, t, dk),
+# Here heads come before positions, as kernels want it: q (b, h, s, dk), k (b, g, t, dk),
 # v (b, g, t, dv), each key head serving h/g query heads.
 
-def has_kernel(q):
-    """Whether torch has a fused kernel for q that returns the log-sum-exp and takes it back."""
-    return q.device.type == "cpu" or (
-        q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0)
-
-
-def widened(width, *tensors):
-    """Zeros behind each head: they change no score, and no value that is used."""
+def for_kernel(*tensors):
+    """The tensors with heads as wide as the widest, which fused kernels ask for: zeros behind
+    change no score. None when torch has no kernel that returns the log-sum-exp."""
+    q, width = tensors[0], max(t.shape[-1] for t in tensors)
+    if q.device.type != "cpu" and not (q.is_cuda and q.dtype.itemsize == 2 and width <= 256
+                                       and width % 8 == 0):
+        return None
     return [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors]
 
 
 def attend_block(q, k, v, scale, causal):
     """out (b, h, s, dv) and lse (b, h, s) over these keys alone; fused where torch can."""
-    width = max(q.shape[-1], v.shape[-1])  # fused kernels want one width
-    wide_q, wide_k, wide_v = widened(width, q, k, v)
-    if not has_kernel(wide_q):
+    inputs = for_kernel(q, k, v)
+    if not inputs:
         return plain_block(q, k, v, scale, causal)
     kernel = (torch.ops.aten._scaled_dot_product_flash_attention if q.is_cuda else
               torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
-    out, lse = kernel(wide_q, wide_k, wide_v, 0.0, causal, scale=scale)[:2]
+    out, lse = kernel(*inputs, 0.0, causal, scale=scale)[:2]
     return out[..., :v.shape[-1]], lse
 
 
 def attend_block_backward(grad_out, q, k, v, out, lse, scale, causal):
     """Gradients of q, k, v through these keys; out and lse are those over all keys."""
-    width = max(q.shape[-1], v.shape[-1])
-    wide = widened(width, grad_out, q, k, v, out)
-    if not has_kernel(wide[1]):
+    inputs = for_kernel(grad_out, q, k, v, out)
+    if not inputs:
         return plain_block_backward(grad_out, q, k, v, out, lse, scale, causal)
     if q.is_cuda:
         unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of dropout
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *wide, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused,
+            *inputs, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused,
             unused, scale=scale)
     else:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *wide, lse, 0.0, causal, scale=scale)
+            *inputs, lse, 0.0, causal, scale=scale)
     return [grad[..., :t.shape[-1]] for grad, t in zip(grads, (q, k, v))]
+
+
+def widened(*tensors):
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
 def scores_of(q, k, scale, causal):
     """Yield (rows, q (b, g, h/g, n, dk), scores (b, g, h/g, n, t)) for n queries at a time, so that
-    never more than SCORES scores exist. In float32, or float64."""
+    never more than SCORES numbers exist."""
     (b, h, s, _), t = q.shape, k.shape[2]
     step = max(SCORES // (b * h * t), 1)
     for first in range(0, s, step):
@@ -242,28 +238,26 @@ def scores_of(q, k, scale, causal):
 
 
 def plain_block(q, k, v, scale, causal):
-    """attend_block() written out; the result is in float32, or float64."""
-    q, k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
+    """attend_block() written out."""
+    q, k, v = widened(q, k, v)
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
     for rows, _, scores in scores_of(q, k, scale, causal):
-        lse_part = scores.logsumexp(-1, keepdim=True)
-        out[:, :, rows] = ((scores - lse_part).exp() @ v[:, :, None]).flatten(1, 2)
-        lse[:, :, rows] = lse_part[..., 0].flatten(1, 2)
+        lse[:, :, rows] = scores.logsumexp(-1).flatten(1, 2)
+        out[:, :, rows] = (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)
     return out, lse
 
 
 def plain_block_backward(grad_out, q, k, v, out, lse, scale, causal):
-    """attend_block_backward() written out: the module docstring's formulas, line by line."""
-    grad_out, q, k, v, out = (t.to(torch.promote_types(t.dtype, torch.float32))
-                              for t in (grad_out, q, k, v, out))
+    """attend_block_backward() written out: the formulas above, line by line."""
+    grad_out, q, k, v, out = widened(grad_out, q, k, v, out)
     grad_q, grad_k, grad_v = (torch.zeros_like(t) for t in (q, k, v))
     for rows, part, scores in scores_of(q, k, scale, causal):
         d_out, o, log_sum = (t[:, :, rows].unflatten(1, (k.shape[1], -1))
                              for t in (grad_out, out, lse[..., None]))
         p = (scores - log_sum).exp()
-        grad_v += (p.mT @ d_out).sum(2)
         d = (d_out * o).sum(-1, keepdim=True)
         ds = p * (d_out @ v[:, :, None].mT - d) * scale
+        grad_v += (p.mT @ d_out).sum(2)
         grad_q[:, :, rows] = (ds @ k[:, :, None]).flatten(1, 2)
         grad_k += (ds.mT @ part).sum(2)
     return grad_q, grad_k, grad_v
@@ -272,91 +266,88 @@ def plain_block_backward(grad_out, q, k, v, out, lse, scale, causal):
 def merge(out, lse, new_out, new_lse):
     """Add a block's attention to that of the blocks before, in place: (b, h, s, dv), (b, h, s)."""
     both = torch.logaddexp(lse, new_lse)
-    out.mul_((lse - both).exp_()[..., None])
-    out.add_(new_out * (new_lse - both).exp_()[..., None])
+    out.mul_((lse - both).exp_()[..., None]).add_(new_out * (new_lse - both).exp_()[..., None])
     lse.copy_(both)
 
 
 # ---- how blocks come and gradients go home ----
 #
-# A block (b, s/cp, ...) that all ranks of a tp group hold alike (MLA's latents) crosses the axis in
+# A block (b, s/cp, ...) that all ranks of a tp group have alike (MLA's latents) crosses the axis in
 # tp shares and is put together on arrival. Without tp a share is the whole, and nothing is sent.
 
-def share_of(x, tp):
-    """This rank's 1/tp of the numbers of x, padded so that it divides."""
-    return F.pad(x.flatten(), (0, -x.numel() % tp.size)).view(tp.size, -1)[tp.rank]
-
-
-def whole_of(share, tp, shape):
-    return all_gather(share, tp)[:math.prod(shape)].view(shape)
-
-
-def sum_share(x, tp):
-    """This rank's share of the sum of x over tp: every rank has the gradient of its heads."""
-    return reduce_scatter(F.pad(x.flatten(), (0, -x.numel() % tp.size)), tp)
-
-
-def spread(share, tp, shape):
-    """The share in its place among zeros: the layer's input will be summed over tp."""
-    full = share.new_zeros(tp.size, len(share))
-    full[tp.rank] = share
-    return full.flatten()[:math.prod(shape)].view(shape)
-
-
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of the ranks' blocks and shares; shape: of this rank's block, (b, s/cp, ...)."""
+class Shares:
+    """Of the ranks' blocks; shape: of this rank's, (b, s/cp, ...)."""
     slices: Slices
     tp: Axis
     shape: tuple
 
-    def block(self, owner):
+    def block_shape(self, owner):
         return self.shape[0], self.slices.length(owner), *self.shape[2:]
 
-    def share(self, owner):
-        """Numbers on the wire."""
-        return -(-math.prod(self.block(owner)) // self.tp.size)
+    def size(self, owner):
+        """Numbers of an owner's block that one tp rank sends."""
+        return -(-math.prod(self.block_shape(owner)) // self.tp.size)
 
     def longest(self):
-        return max(self.share(owner) for owner in range(self.slices.axis.size))
+        return max(self.size(owner) for owner in range(self.slices.axis.size))
+
+    def cut(self, block):
+        """(tp, size): the shares of a block, the last one padded."""
+        return F.pad(block.flatten(), (0, -block.numel() % self.tp.size)).view(self.tp.size, -1)
+
+    def join(self, share, owner):
+        shape = self.block_shape(owner)
+        return all_gather(share, self.tp)[:math.prod(shape)].view(shape)
+
+    def sum(self, grad):
+        """This rank's share of the sum over tp: each rank has its heads' part of the gradient."""
+        return reduce_scatter(self.cut(grad), self.tp).flatten() if self.tp.size > 1 else (
+            grad.flatten())
+
+    def spread(self, share):
+        """The share among zeros, as a partial sum: the layer before adds it up over tp."""
+        full = share.new_zeros(self.tp.size, len(share))
+        full[self.tp.rank] = share
+        return full.flatten()[:math.prod(self.shape)].view(self.shape)
 
 
 class Ring:
     """One pass of blocks, or of blocks and gradients, from rank to rank."""
 
     def __init__(self, slices, tp, shape):
-        self.axis, self.tp, self.sizes = slices.axis, tp, Sizes(slices, tp, shape)
+        self.axis, self.shares = slices.axis, Shares(slices, tp, shape)
         self.own = self.travelling = None
 
     def blocks(self, block):
         """Yield (owner, block), this rank's own first; the next one travels meanwhile."""
-        n, share = self.axis.size, share_of(block, self.tp)
+        n, share = self.axis.size, self.shares.cut(block)[self.shares.tp.rank]
         for step in range(n):
             owner = (self.axis.rank - step) % n
             if step:
                 share = arriving.wait()
-                block = whole_of(share, self.tp, self.sizes.block(owner))
+                block = self.shares.join(share, owner)
             if step < n - 1:
-                arriving = ring_shift(share, self.axis, self.sizes.share((owner - 1) % n))
+                arriving = ring_shift(share, self.axis, self.shares.size((owner - 1) % n))
             yield owner, block
 
     def add(self, owner, grad):
         """The gradient of the block at hand: with what ranks before have added, on to the next. It
-        started at the rank behind its owner, whose own part stays at home."""
+        began with the owner's neighbour; the owner's part stays at home."""
         if owner == self.axis.rank:
             self.own = grad
             return
-        share = sum_share(grad, self.tp)
+        share = self.shares.sum(grad)
         if self.travelling is not None:
             share += self.travelling.wait()
         self.travelling = ring_shift(share, self.axis,
-                                     self.sizes.share((owner - 1) % self.axis.size))
+                                     self.shares.size((owner - 1) % self.axis.size))
 
     def home(self):
-        """The gradient of this rank's own block, when all have been added."""
+        """The gradient of this rank's block, when every block's has been added."""
         if self.travelling is None:
             return self.own
-        return self.own + spread(self.travelling.wait(), self.tp, self.own.shape)
+        return self.own + self.shares.spread(self.travelling.wait())
 
 
 class Gather:
@@ -364,35 +355,30 @@ class Gather:
     padded to the longest."""
 
     def __init__(self, slices, tp, shape):
-        self.axis, self.tp, self.sizes, self.grads = slices.axis, tp, Sizes(slices, tp, shape), []
+        self.axis, self.shares, self.grads = slices.axis, Shares(slices, tp, shape), []
 
     def padded(self, share):
-        return F.pad(share, (0, self.sizes.longest() - len(share)))
+        return F.pad(share, (0, self.shares.longest() - len(share)))
 
     def blocks(self, block):
         """Yield (owner, block) in the order of the ranks."""
-        shares = all_gather(self.padded(share_of(block, self.tp))[None], self.axis)
-        for owner in range(self.axis.size):
-            share = shares[owner, :self.sizes.share(owner)]
+        share = self.padded(self.shares.cut(block)[self.shares.tp.rank])
+        for owner, share in enumerate(all_gather(share[None], self.axis)):
             yield owner, (block if owner == self.axis.rank else
-                          whole_of(share, self.tp, self.sizes.block(owner)))
+                          self.shares.join(share[:self.shares.size(owner)], owner))
 
     def add(self, owner, grad):
         """The gradient of the next owner's block; this rank's own part stays at home."""
         if owner == self.axis.rank:
             self.own = grad
-            self.grads.append(grad.new_zeros(self.sizes.longest()))
+            self.grads.append(grad.new_zeros(self.shares.longest()))
         else:
-            self.grads.append(self.padded(sum_share(grad, self.tp)))
+            self.grads.append(self.padded(self.shares.sum(grad)))
 
     def home(self):
-        """The gradient of this rank's own block, when all have been added."""
+        """The gradient of this rank's block, when every block's has been added."""
         share = reduce_scatter(torch.stack(self.grads), self.axis)[0]
-        share = share[:self.sizes.share(self.axis.rank)]
-        return self.own + spread(share, self.tp, self.sizes.shape)
-
-
-CARRIERS = {"ring": Ring, "allgather": Gather}
+        return self.own + self.shares.spread(share[:self.shares.size(self.axis.rank)])
 
 
 # ---- blockwise attention ----
@@ -401,28 +387,26 @@ class BlockwiseAttention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of all ranks' blocks.
 
     expand(block, weight) -> keys and values of one block, which exist while it is at hand; weight
-    may be None. Backward has every block come by once more, expands it again, and sends its
-    gradient home. Sums over blocks are in float32, or float64: the output, the gradients of the
-    queries, of a block and of `weight`.
+    may be None. Backward has all blocks come by again, expands them again, and sends gradients
+    home. What is added up over blocks is in float32, or float64.
     """
 
     @staticmethod
     def forward(ctx, q, block, weight, expand, carrier, pieces, scale):
         """q (b, s/cp, h, dk), block (b, s/cp, ...) -> (b, s/cp, h, dv)."""
         wide, out = torch.promote_types(q.dtype, torch.float32), None
-        queries_first = q.transpose(1, 2)  # (b, h, s/cp, dk)
-        lse = torch.full(queries_first.shape[:3], -math.inf, dtype=wide, device=q.device)
+        heads_first = q.transpose(1, 2)  # (b, h, s/cp, dk)
+        lse = torch.full(heads_first.shape[:3], -math.inf, dtype=wide, device=q.device)
         for owner, arrived in carrier(block.shape).blocks(block):
             if not pieces[owner]:
                 continue
             k, v = (t.transpose(1, 2) for t in expand(arrived, weight))
-            if out is None:  # with the positions before the heads in memory, as wo reads it
-                out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide,
-                                  device=q.device).transpose(1, 2)
+            if out is None:
+                out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide).transpose(1, 2)
             for rows, queries, keys, causal in pieces[owner]:
-                new = attend_block(queries_first[rows, :, queries], k[rows, :, keys],
-                                   v[rows, :, keys], scale, causal)
-                merge(out[rows, :, queries], lse[rows, :, queries], *new)
+                at, there = (rows, ALL, queries), (rows, ALL, keys)
+                merge(out[at], lse[at], *attend_block(heads_first[at], k[there], v[there], scale,
+                                                      causal))
         out = out.to(q.dtype).transpose(1, 2)
         ctx.save_for_backward(q, block, weight, out, lse)
         ctx.rest = expand, carrier, pieces, scale
@@ -433,40 +417,35 @@ class BlockwiseAttention(torch.autograd.Function):
         """grad_out (b, s/cp, h, dv)."""
         q, block, weight, out, lse = ctx.saved_tensors
         expand, carrier, pieces, scale = ctx.rest
-        wide = lse.dtype
-        grad_q = torch.zeros_like(q, dtype=wide).transpose(1, 2)
-        grad_weight = None if weight is None else torch.zeros_like(weight, dtype=wide)
         q, out, grad_out = (t.transpose(1, 2) for t in (q, out, grad_out))
-        ring = carrier(block.shape)
-        for owner, arrived in ring.blocks(block):
+        grad_q, way = torch.zeros_like(q, dtype=lse.dtype), carrier(block.shape)
+        grad_weight = None if weight is None else torch.zeros_like(weight, dtype=lse.dtype)
+        for owner, arrived in way.blocks(block):
             if not pieces[owner]:
-                ring.add(owner, torch.zeros_like(arrived, dtype=wide))
+                way.add(owner, torch.zeros_like(arrived, dtype=lse.dtype))
                 continue
+            inputs = [t.detach().requires_grad_() for t in (arrived, weight) if t is not None]
             with torch.enable_grad():
-                inputs = [t.detach().requires_grad_() for t in (arrived, weight) if t is not None]
-                k, v = expand(*inputs, *[None] * (weight is None))
-            heads_k, heads_v = (t.detach().transpose(1, 2) for t in (k, v))
-            grads = [torch.zeros_like(t, dtype=wide).transpose(1, 2) for t in (k, v)]
+                k, v = (t.transpose(1, 2) for t in expand(*inputs, *[None] * (weight is None)))
+            grad_k, grad_v = (torch.zeros_like(t, dtype=lse.dtype) for t in (k, v))
             for rows, queries, keys, causal in pieces[owner]:
-                at, there = (rows, slice(None), queries), (rows, slice(None), keys)
-                new = attend_block_backward(grad_out[at], q[at], heads_k[there], heads_v[there],
-                                            out[at], lse[at], scale, causal)
+                at, there = (rows, ALL, queries), (rows, ALL, keys)
+                new = attend_block_backward(grad_out[at], q[at], k.detach()[there],
+                                            v.detach()[there], out[at], lse[at], scale, causal)
                 grad_q[at] += new[0]
-                grads[0][there] += new[1]
-                grads[1][there] += new[2]
-            grads = torch.autograd.grad((k, v), inputs, [
-                g.transpose(1, 2).to(k.dtype) for g in grads])
-            ring.add(owner, grads[0].to(wide))
+                grad_k[there] += new[1]
+                grad_v[there] += new[2]
+            grads = torch.autograd.grad((k, v), inputs, (grad_k.to(k.dtype), grad_v.to(v.dtype)))
+            way.add(owner, grads[0].to(lse.dtype))
             if weight is not None:
                 grad_weight += grads[1]
-        grad_block = ring.home().to(block.dtype)
-        if weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_q.transpose(1, 2).to(q.dtype), grad_block, grad_weight, None, None, None, None
+        grad_weight = None if weight is None else grad_weight.to(weight.dtype)
+        return (grad_q.transpose(1, 2).to(q.dtype), way.home().to(block.dtype), grad_weight, None,
+                None, None, None)
 
 
 def split_heads(block, weight):
-    """Keys and values side by side, as GQA's travel: (b, t, g, 2 head_dim) -> two of head_dim."""
+    """Keys and values as GQA's travel, side by side: (b, t, g, 2 head_dim) -> two of head_dim."""
     return block.chunk(2, -1)
 
 
@@ -477,41 +456,40 @@ def expand_latents(attn, block, weight):
 
 
 def latent_core(attn, slices, tp, method, q_nope, q_pe, latent, k_pe, pieces):
-    """MLA.core() of this rank's tokens, (b, s/cp, ...) all: latents come to the queries, except
-    under ulysses, where queries go to the ranks of their heads and latents to all."""
+    """MLA.core() of this rank's tokens, (b, s/cp, ...) all."""
     q, block = torch.cat([q_nope, q_pe], -1), torch.cat([latent, k_pe], -1)
     weight = attn.wkv_b.weight
-    if method != "ulysses":
-        return BlockwiseAttention.apply(
-            q, block, weight, functools.partial(expand_latents, attn),
-            functools.partial(CARRIERS[method], slices, tp), pieces or plan(slices), attn.scale)
-    weight = weight.unflatten(0, (slices.axis.size, -1))[slices.axis.rank]  # of this rank's heads
-    whole = Slices(ALONE, slices.seq_len, False)
-    out = BlockwiseAttention.apply(
-        to_heads(q, slices), gather_blocks(block, slices, tp), weight,
-        functools.partial(expand_latents, attn), functools.partial(Ring, whole, ALONE),
-        pieces or plan(whole), attn.scale)
-    return to_positions(out, slices)
+    if method == "ulysses":  # all latents, but only this rank's heads of them
+        block = gather_blocks(block, slices, tp).index_select(1, slices.rows().to(q.device))
+        weight = weight.unflatten(0, (slices.axis.size, -1))[slices.axis.rank]
+    return across_ranks(slices, tp, method, q, block, weight,
+                        functools.partial(expand_latents, attn), attn.scale, pieces)
 
 
 def head_core(attn, slices, method, q, k, v, pieces):
-    """GQA.core() of this rank's tokens, (b, s/cp, ...) all. Its heads are cut over tp as they are:
-    each tp rank has a ring of its own."""
+    """GQA.core() of this rank's tokens, (b, s/cp, ...) all. Under tp each rank has heads of its
+    own, and a ring of its own."""
+    block = torch.cat([k, v], -1)
+    if method == "ulysses":  # key heads are repeated until cp divides their number
+        repeat = math.lcm(k.shape[2], slices.axis.size) // k.shape[2]
+        block = to_heads(block.repeat_interleave(repeat, 2), slices)
+    return across_ranks(slices, ALONE, method, q, block, None, split_heads, attn.scale, pieces)
+
+
+def across_ranks(slices, tp, method, q, block, weight, expand, scale, pieces):
+    """BlockwiseAttention with blocks that come by, or on all positions of some heads."""
     if method != "ulysses":
-        return BlockwiseAttention.apply(
-            q, torch.cat([k, v], -1), None, split_heads,
-            functools.partial(CARRIERS[method], slices, ALONE), pieces or plan(slices), attn.scale)
-    # every rank needs key heads of its own: repeated until cp divides their number
-    repeat = math.lcm(k.shape[2], slices.axis.size) // k.shape[2]
-    block = torch.cat([k, v], -1).repeat_interleave(repeat, 2)
+        carrier = functools.partial({"ring": Ring, "allgather": Gather}[method], slices, tp)
+        return BlockwiseAttention.apply(q, block, weight, expand, carrier, pieces or plan(slices),
+                                        scale)
     whole = Slices(ALONE, slices.seq_len, False)
     out = BlockwiseAttention.apply(
-        to_heads(q, slices), to_heads(block, slices), None, split_heads,
-        functools.partial(Ring, whole, ALONE), pieces or plan(whole), attn.scale)
+        to_heads(q, slices), block, weight, expand, functools.partial(Ring, whole, ALONE),
+        pieces or plan(whole), scale)
     return to_positions(out, slices)
 
 
-# ---- Ulysses: heads for positions ----
+# ---- Ulysses: positions for heads ----
 
 def to_heads(x, slices):
     """Some positions of all heads (b, s/cp, h, d) -> all of some heads (b, s, h/cp, d)."""
@@ -520,7 +498,7 @@ def to_heads(x, slices):
     x = exchange_rows(parts_along(x, axis, 2).flatten(0, 2), axis, [rows[axis.rank]] * axis.size,
                       rows)
     x = torch.cat([part.unflatten(0, (b, -1)) for part in x.split(rows)], 1)
-    return x.index_select(1, rows_by_position(slices).to(x.device))
+    return x.index_select(1, slices.rows().to(x.device))
 
 
 def to_positions(x, slices):
@@ -528,27 +506,22 @@ def to_positions(x, slices):
     axis, b = slices.axis, len(x)
     parts = [x.index_select(1, slices.positions(owner).to(x.device)).flatten(0, 1)
              for owner in range(axis.size)]
-    mine = b * slices.length(axis.rank)
-    x = exchange_rows(torch.cat(parts), axis, [len(part) for part in parts], [mine] * axis.size)
+    mine = [b * slices.length(axis.rank)] * axis.size
+    x = exchange_rows(torch.cat(parts), axis, [len(part) for part in parts], mine)
     return x.unflatten(0, (axis.size, b, -1)).movedim(0, 2).flatten(2, 3)
 
 
-def rows_by_position(slices):
-    """Position -> its row when the ranks' blocks lie one behind the other."""
-    return torch.cat([slices.positions(owner) for owner in range(slices.axis.size)]).argsort()
-
-
 def gather_blocks(block, slices, tp):
-    """This rank's tokens (b, s/cp, w) -> all of them by position (b, s, w)."""
+    """This rank's tokens (b, s/cp, ...) -> all, one rank's behind the other's (b, s, ...)."""
     def forward(block):
-        blocks = [arrived for _, arrived in Gather(slices, tp, block.shape).blocks(block)]
-        return torch.cat(blocks, 1).index_select(1, rows_by_position(slices).to(block.device))
+        return torch.cat([other for _, other in Gather(slices, tp, block.shape).blocks(block)], 1)
 
     def backward(grad):
-        way = Gather(slices, tp, (len(grad), slices.length(slices.axis.rank), *grad.shape[2:]))
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        for owner in range(slices.axis.size):
-            way.add(owner, wide.index_select(1, slices.positions(owner).to(grad.device)))
+        way = Gather(slices, tp, block.shape)
+        parts = grad.to(torch.promote_types(grad.dtype, torch.float32)).split(
+            [slices.length(owner) for owner in range(slices.axis.size)], 1)
+        for owner, part in enumerate(parts):
+            way.add(owner, part)
         return way.home().to(grad.dtype)
     return Pair.apply(block, forward, backward)
 
@@ -556,26 +529,26 @@ def gather_blocks(block, slices, tp):
 # ---- the model ----
 
 def parallelize(model, mesh, seq_len, method="ring", zigzag=True):
-    """Have a model attend over mesh["cp"]: at the attention core, and in the sums over sequences.
+    """Have a model attend over mesh["cp"]: at the attention core, and in sums over a sequence.
 
-    It is given this rank's tokens, labels and positions (positions_of) of sequences of seq_len, and
-    the document ids of whole sequences. Raises ValueError as check() does.
+    It is then given this rank's tokens, labels and positions (positions_of) of sequences of
+    seq_len, and document ids of whole sequences. Raises ValueError as check() does.
     """
     axis, tp = mesh["cp"], mesh["tp"]
     if axis.size == 1:
         return
     check(model.config, axis.size, tp.size, seq_len, method)
     slices = Slices(axis, seq_len, zigzag)
-    attended = Slices(ALONE, seq_len, False) if method == "ulysses" else slices
-    model.document_mask = functools.partial(plan, attended)
+    model.document_mask = functools.partial(
+        plan, Slices(ALONE, seq_len, False) if method == "ulysses" else slices)
     for block in model.blocks.values():
         attn = block.attn
         attn.core = (functools.partial(latent_core, attn, slices, tp, method)
                      if hasattr(attn, "wkv_b") else
                      functools.partial(head_core, attn, slices, method))
         if block.is_moe:
-            block.ffn.sum_over_sequence = functools.partial(sum_over_cp, axis,
-                                                            block.ffn.sum_over_sequence)
+            block.ffn.sum_over_sequence = functools.partial(
+                sum_over_cp, axis, block.ffn.sum_over_sequence)
 
 
 def sum_over_cp(axis, sum_here, counts):
@@ -588,213 +561,176 @@ def sum_over_cp(axis, sum_here, counts):
 def bytes_sent(config, cp, rank, batch, seq_len, method="ring", zigzag=True, tp=1, width=4, wide=4,
                repeated=False):
     """Bytes that a cp rank sends for a microbatch, forward and backward: over cp by part of the
-    model, and over tp, where latents are put together on arrival.
+    model, and over tp, where latents are put together.
 
     width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full attends
     twice forward.
     """
     c, n = config, cp
     slices = Slices(Axis("cp", tuple(range(n)), rank), seq_len, zigzag)
-    mine, heads, kv_heads = slices.length(rank), c.n_heads // tp, max(c.n_kv_heads // tp, 1)
-    shape = (batch, mine, c.kv_lora_rank + c.qk_rope_head_dim) if c.is_mla else (
-        batch, mine, kv_heads, 2 * c.v_head_dim)
-    sizes = Sizes(slices, Axis("tp", tuple(range(tp if c.is_mla else 1)), 0), shape)
-    shares = [sizes.share(owner) for owner in range(n)]
-    others = sum(shares) - shares[rank]
-    if method == "ring":  # the last block to arrive, the next rank's, is not passed on
-        blocks, grads = sum(shares) - shares[(rank + 1) % n], others
+    mine, kv_heads = slices.length(rank), max(c.n_kv_heads // tp, 1)
+    latent, value = c.kv_lora_rank + c.qk_rope_head_dim, c.v_head_dim
+    shape = (batch, mine, latent) if c.is_mla else (batch, mine, kv_heads, 2 * value)
+    shares = Shares(slices, Axis("tp", tuple(range(tp if c.is_mla else 1)), 0), shape)
+    sizes = [shares.size(owner) for owner in range(n)]
+    others, over_tp = sum(sizes) - sizes[rank], [width, width + wide]  # a number's bytes each way
+    if method == "ring":  # the block that arrives last, the next rank's, is not passed on
+        forward = (sum(sizes) - sizes[(rank + 1) % n]) * width
+        backward = forward + others * wide
     else:
-        blocks = grads = (n - 1) * sizes.longest()
-    forward, backward = blocks * width, blocks * width + grads * wide
-    inside, inside_backward = others * width, others * (width + wide)  # times tp - 1
+        forward = (n - 1) * shares.longest() * width
+        backward = forward + (n - 1) * shares.longest() * wide
     if method == "ulysses":
-        qk, value = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
         going, coming = (n - 1) * batch * mine, batch * (seq_len - mine)  # rows
-        to_heads_width, to_positions_width = heads // n * qk, heads // n * value
-        forward, backward, inside_backward = forward, grads * wide, others * wide
-        if not c.is_mla:  # no gathering of latents: keys and values go with the queries
-            to_heads_width += math.lcm(kv_heads, n) // n * 2 * value
+        in_width = c.n_heads // tp // n * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+        out_width = c.n_heads // tp // n * value
+        over_tp, backward = [width, wide], backward - forward  # gathered latents are kept
+        if not c.is_mla:
+            in_width += math.lcm(kv_heads, n) // n * 2 * value
             forward = backward = 0
-        forward += (going * to_heads_width + coming * to_positions_width) * width
-        backward += (coming * to_heads_width + going * to_positions_width) * width
-    times = c.n_layers * (2 if repeated else 1)
+        forward += (going * in_width + coming * out_width) * width
+        backward += (coming * in_width + going * out_width) * width
+    times = [c.n_layers * (2 if repeated else 1), c.n_layers]
     balanced = c.n_moe_layers() * bool(c.seq_balance_coeff or c.aux_loss_coeff)
-    return {"attention": times * forward + c.n_layers * backward,
+    return {"attention": times[0] * forward + times[1] * backward,
             "balance": balanced * 2 * (n - 1) * -(-batch * (c.num_experts + 1) // n) * wide,
-            "over tp": c.is_mla * (tp - 1) * (times * inside + c.n_layers * inside_backward)}
+            "over tp": (tp - 1) * others * c.is_mla * sum(a * b for a, b in zip(times, over_tp))}
 
 
 # ---- demonstration ----
 
-MARKS = {"own": "\\", "all": "#", "early keys": "<", "late queries": "v", "nothing": "."}
-
-
-def mark(slices, owner):
-    """What a rank's queries do with the owner's block."""
-    pieces = causal_pieces(slices, owner)
-    if not pieces:
-        return MARKS["nothing"]
-    _, queries, keys, causal = pieces[0]
-    return MARKS["own" if causal else "late queries" if queries.start else "early keys"
-                 if keys.stop < slices.length(owner) else "all"]
-
-
 def draw(n, seq_len):
     """Print who attends to which block at each step; returns the pairs of each rank, placed in
     order and zig-zag."""
-    print(f"{n} ranks, {seq_len} positions; per step the owner of the block, and of it "
-          + ", ".join(f"{sign} {what}" for what, sign in MARKS.items()))
-    print(f"{'in order':>27}{'pairs':>9}{'zig-zag':>21}{'pairs':>9}   positions")
+    print(f"{n} ranks, {seq_len} positions: the owner of each step's block, and of it \\ own, "
+          "causal  # all  < early keys  v late queries  . nothing")
+    print(f"{'in order':>19}{'pairs':>9}{'zig-zag':>15}{'pairs':>9}")
     work = [], []
     for rank in range(n):
         line = f"  rank {rank}"
-        for zigzag, found in zip((False, True), work):
-            slices = Slices(Axis("cp", tuple(range(n)), rank), seq_len, zigzag)
+        for zigzag, found in enumerate(work):
+            slices = Slices(Axis("cp", tuple(range(n)), rank), seq_len, bool(zigzag))
             owners = [(rank - step) % n for step in range(n)]
+            marks = ["\\" if owner == rank else "." if not causal_pieces(slices, owner) else
+                     "#" if not zigzag else "<" if owner < rank else "v" for owner in owners]
             found.append(sum(pairs(causal_pieces(slices, owner)) for owner in owners))
-            steps = " ".join(f"{owner}{mark(slices, owner)}" for owner in owners)
-            line += f"{steps:>{19 if not zigzag else 21}}{found[-1]:9,}"
+            line += "  " + " ".join(f"{o}{m}" for o, m in zip(owners, marks)) + f"{found[-1]:9,}"
         print(line + "   " + ", ".join(f"{a}..{b - 1}" for a, b in slices.chunks(rank)))
     return work
 
 
-def attention_layers():
-    """An MLA and a GQA layer of a model, with inputs (b, s, ...) of their cores, in float64."""
-    from mla import MLA
-    from model import GQA
+def layers():
+    """name -> a layer, its configuration, and inputs (b, s, ...) of its attention core."""
+    from model import built, make_config
     torch.manual_seed(0)
-    mla = MLA(8, 4, 0, 12, 8, 4, 6, 1e-6, 0.3).double()
-    gqa = GQA(8, 4, 2, 6, 0.4, True).double()
-    widths = {"MLA": (mla, [(4, 8), (4, 4), (12,), (4,)]), "GQA": (gqa, [(4, 6), (2, 6), (2, 6)])}
-    return {name: (layer, [torch.randn(2, 45, *width, dtype=torch.float64) for width in all_widths])
-            for name, (layer, all_widths) in widths.items()}
+    found = {}
+    for name, model, shapes in (("MLA", "tiny", [(4, 16), (4, 8), (16,), (8,)]),
+                                ("GQA", "tiny-dense", [(4, 16), (2, 16), (2, 16)])):
+        config = make_config(model, ["n_layers=1", "n_dense_layers=1", "init_std=0.3"])
+        found[name] = (built(config, dtype=torch.float64).blocks["0"].attn, config,
+                       [torch.randn(2, 45, *shape, dtype=torch.float64) for shape in shapes])
+    return found
 
 
-def compare(name, layer, inputs, mesh, method, zigzag, document_ids, worst):
-    """A core over the ranks beside the same on one: outputs and gradients of all inputs."""
+def compare(layer, config, inputs, mesh, method, zigzag, document_ids=None):
+    """A core over the ranks beside the same on one: the largest difference of outputs and all
+    gradients, and of bytes from the formula's."""
     from mla import document_mask
-    slices = Slices(mesh["cp"], inputs[0].shape[1], zigzag)
-    mine = slices.positions(slices.axis.rank)
-    pull = torch.randn(2, 45, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    axis, seq_len = mesh["cp"], inputs[0].shape[1]
+    slices = Slices(axis, seq_len, zigzag)
+    mine = slices.positions(axis.rank)
+    pull = torch.randn(2, seq_len, 4, 16, dtype=torch.float64,
+                       generator=torch.Generator().manual_seed(1))
+    mask, pieces, weights = None, None, [layer.wkv_b.weight] if config.is_mla else []
+    if document_ids is not None:
+        mask = document_mask(document_ids)
+        attended = Slices(ALONE, seq_len, False) if method == "ulysses" else slices
+        pieces = plan(attended, document_ids)
     whole = [t.clone().requires_grad_() for t in inputs]
-    weights = [layer.wkv_b.weight] if name == "MLA" else []
-    expected = layer.core(*whole, None if document_ids is None else document_mask(document_ids))
+    expected = layer.core(*whole, mask)
     expected_grads = torch.autograd.grad(expected, whole + weights, pull)
     local = [t[:, mine].clone().requires_grad_() for t in inputs]
-    core = (functools.partial(latent_core, layer, slices, mesh["tp"], method) if name == "MLA" else
-            functools.partial(head_core, layer, slices, method))
-    attended = Slices(ALONE, 45, False) if method == "ulysses" else slices
-    out = core(*local, None if document_ids is None else plan(attended, document_ids))
+    ledger.clear()
+    out = (latent_core(layer, slices, mesh["tp"], method, *local, pieces) if config.is_mla else
+           head_core(layer, slices, method, *local, pieces))
     grads = torch.autograd.grad(out, local + weights, pull[:, mine])
-    found = [difference(out, expected[:, mine])]
-    found += [difference(a, b[:, mine]) for a, b in zip(grads, expected_grads[:len(local)])]
-    found += [difference(all_reduce(a.clone(), mesh["cp"]), b)
-              for a, b in zip(grads[len(local):], expected_grads[len(local):])]
-    worst[f"{name} {method}{'' if zigzag else ', in order'}"
-          f"{'' if document_ids is None else ', documents'}"] = max(found)
+    formula = bytes_sent(config, axis.size, axis.rank, 2, seq_len, method, zigzag, 1, 8, 8)
+    found = [difference(out, expected[:, mine]), float(
+        ledger.by_axis().get("cp") != formula["attention"])]
+    for ours, one in zip(grads, expected_grads):
+        if ours.shape[:1] == one.shape[:1] and ours.dim() == 2:  # a weight's: a part on each rank
+            found.append(difference(all_reduce(ours.clone(), axis), one))
+        else:
+            found.append(difference(ours, one[:, mine]))
+    return max(found), formula["attention"]
 
 
 def show(rank, n):
     """Who attends to what; every method beside one process; bytes."""
-    work = draw(n, 16 * n) if rank == 0 else None
-    mesh, worst = Mesh(n, rank, cp=n), {}
-    document_ids = torch.tensor([[0] * 9 + [1] * 30 + [2] * 6, [0] * 22 + [1] * 3 + [2] * 20])
-    layers = attention_layers()
-    for (name, (layer, inputs)), method, zigzag, ids in itertools.product(
-            layers.items(), METHODS, (True, False), (None, document_ids)):
-        compare(name, layer, inputs, mesh, method, zigzag, ids, worst)
-    q, k, v = (t.transpose(1, 2) for t in layers["GQA"][1])
-    for what, ours in (("fused kernel beside the plain formulas", attend_block),):
-        worst[what] = max(difference(a, b) for a, b in zip(
-            ours(q, k, v, 0.4, True), plain_block(q, k, v, 0.4, True)))
+    from model import make_config
+    worst, mesh, even = {}, Mesh(n, rank, cp=n), 16 * n * (16 * n + 1) // 2
+    work = draw(n, 16 * n) if rank == 0 else ([even], [even // n])
+    worst["pairs: the causal half, the same for every rank under zig-zag"] = float(
+        sum(work[0]) != even or set(work[1]) != {even // n})
+    document_ids, sent = torch.tensor([[0] * 9 + [1] * 30 + [2] * 6, [0] * 22 + [1] * 23]), {}
+    for (name, layer), method in itertools.product(layers().items(), ("ring", "allgather",
+                                                                      "ulysses")):
+        found = [compare(*layer, mesh, method, zigzag, ids) for zigzag in (True, False)
+                 for ids in (None, document_ids)]
+        worst[f"{name}, {method}: in order and zig-zag, with and without documents"] = max(
+            value for value, _ in found)
+        sent[f"{name} {method}"] = found[0][1]
+    q, k, v = (t.transpose(1, 2) for t in layer[2])
+    worst["fused kernel beside the plain formulas"] = max(map(
+        difference, attend_block(q, k, v, 0.4, True), plain_block(q, k, v, 0.4, True)))
     if rank == 0:
-        even = 16 * n * (16 * n + 1) // 2
-        worst["pairs: the causal half, shared evenly by zig-zag"] = float(
-            sum(work[0]) != even or {even} != {n * pairs for pairs in work[1]})
-        print("largest difference of outputs and gradients from one process, 45 positions:")
-    else:
-        worst["pairs: the causal half, shared evenly by zig-zag"] = 0.0
-    show_bytes(rank, n, layers["MLA"], mesh, worst)
+        v3 = make_config("deepseek-v3")
+        latents = v3.kv_lora_rank + v3.qk_rope_head_dim
+        full = v3.n_heads * (v3.qk_nope_head_dim + v3.qk_rope_head_dim + v3.v_head_dim)
+        print("bytes that rank 0 sent, 2 sequences of 45: "
+              + ", ".join(f"{what} {size:,}" for what, size in sent.items()))
+        print(f"DeepSeek-V3, numbers a token and layer: {latents} travel in place of {full:,}, "
+              f"{full / latents:.1f} times less")
+        print("largest difference of outputs, gradients and bytes from one process's, the "
+              "formula's:")
     return verdict(rank, worst)
 
 
-def show_bytes(rank, n, layer_and_inputs, mesh, worst):
-    """What a forward and backward of the MLA layer sent, and DeepSeek-V3's bytes a token."""
-    from model import make_config
-    layer, inputs = layer_and_inputs
-    config = make_config("tiny", ["n_layers=1", "n_dense_layers=1", "kv_lora_rank=12",
-                                  "qk_nope_head_dim=8", "qk_rope_head_dim=4", "v_head_dim=6"])
-    slices, lines = Slices(mesh["cp"], 45), []
-    mine = slices.positions(rank)
-    for method in METHODS:
-        ledger.clear()
-        local = [t[:, mine].clone().requires_grad_() for t in inputs]
-        latent_core(layer, slices, mesh["tp"], method, *local, None).sum().backward()
-        sent = ledger.by_axis()["cp"]
-        formula = bytes_sent(config, n, rank, 2, 45, method, width=8, wide=8)["attention"]
-        worst[f"bytes of {method} are the formula's"] = float(sent != formula)
-        lines.append(f"{method} {sent:,}")
-    v3 = make_config("deepseek-v3")
-    latents, full = v3.kv_lora_rank + v3.qk_rope_head_dim, v3.n_heads * (
-        v3.qk_nope_head_dim + v3.qk_rope_head_dim + v3.v_head_dim)
-    if rank == 0:
-        print(f"bytes a rank sent for MLA, 2 sequences of 45: {', '.join(lines)}")
-        print(f"DeepSeek-V3, numbers a token and layer: latents {latents:,}, expanded {full:,}: "
-              f"{full / latents:.1f} times")
-
-
 # ---- benchmark ----
-
-def full_core(attn, slices, q_nope, q_pe, latent, k_pe, pieces=None):
-    """For comparison: every rank gathers all keys and values, expanded by their owners, and keeps
-    them for backward."""
-    k, v = attn.keys_and_values(attn.wkv_b(latent), k_pe)
-    whole, row, pieces = Slices(ALONE, slices.seq_len, False), 0, []
-    for start, stop in slices.chunks(slices.axis.rank):
-        queries, everything = slice(row, row + stop - start), slice(None)
-        pieces += nonempty([(everything, queries, slice(0, start), False)])
-        pieces.append((everything, queries, slice(start, stop), True))
-        row += stop - start
-    return BlockwiseAttention.apply(
-        torch.cat([q_nope, q_pe], -1), gather_blocks(torch.cat([k, v], -1), slices, ALONE), None,
-        lambda block, weight: block.split([k.shape[-1], v.shape[-1]], -1),
-        functools.partial(Ring, whole, ALONE), [pieces], attn.scale)
-
-
-def rates(axis):
-    """(FLOP/s of a matrix product, bytes/s round the ring) of a rank, all at work together."""
-    a, message = torch.ones(512, 512), torch.ones(2 ** 21)
-    seconds = [paired_ratio(function, lambda: None, 5)[1] for function in (
-        lambda: a @ a, lambda: ring_shift(message, axis, len(message)).wait())]
-    return 2 * 512 ** 3 / seconds[0], 4 * len(message) / seconds[1]
-
 
 def bench(rank, n, rounds):
     """Attention forward and backward: latents on the ring beside gathered keys and values."""
     from mla import MLA
     from train import keep_freed_memory
     keep_freed_memory()
-    mesh, seq_len = Mesh(n, rank, cp=n), 4096
-    flops, bandwidth = rates(mesh["cp"])
-    break_even = flops / bandwidth
+    mesh, a, message = Mesh(n, rank, cp=n), torch.ones(512, 512), torch.ones(2 ** 21)
+    slices, tp = Slices(mesh["cp"], 4096), mesh["tp"]
+    product, shift = (paired_ratio(work, lambda: None, 5)[1] for work in (
+        lambda: a @ a, lambda: ring_shift(message, slices.axis, len(message)).wait()))
+    break_even = 1.5 * (2 * 512 ** 3 / product) / (4 * len(message) / shift)
     if rank == 0:
-        print(f"{n} ranks: {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.2f} GB/s a rank: latents "
-              f"should win up to kv_lora_rank {break_even:.0f}", flush=True)
-    for heads, c, nope, rope in ((16, 16, 48, 16), (2, 2048, 48, 16)):
-        attn = MLA(8, heads, 0, c, nope, rope, nope + rope, 1e-6, 0.1)
-        slices = Slices(mesh["cp"], seq_len)
-        mine = slices.length(rank)
-        torch.manual_seed(rank)
-        inputs = [torch.randn(1, mine, *width, requires_grad=True)
-                  for width in ((heads, nope), (heads, rope), (c,), (rope,))]
-        pull = torch.randn(1, mine, heads, nope + rope)
+        print(f"{n} ranks: {2e-9 * 512 ** 3 / product:.0f} GFLOP/s and "
+              f"{4e-9 * len(message) / shift:.2f} GB/s each: latents should win up to "
+              f"{break_even:.0f} numbers", flush=True)
+    pieces = plan(slices, torch.arange(4096)[None] // 512)
+    for heads, c in ((16, 16), (2, 2048)):
+        attn = MLA(8, heads, 0, c, 48, 16, 64, 1e-6, 0.1)
+        inputs = [torch.randn(1, slices.length(rank), *width, requires_grad=True)
+                  for width in ((heads, 48), (heads, 16), (c,), (16,))]
+        pull = torch.randn(1, slices.length(rank), heads, 64)
+
+        def gather_full():
+            q_nope, q_pe, latent, k_pe = inputs
+            k, v = attn.keys_and_values(attn.wkv_b(latent), k_pe)
+            q = torch.cat([q_nope, q_pe], -1)
+            head_core(attn, slices, "allgather", q, k, v, pieces).backward(pull)
         ratio, seconds = paired_ratio(
-            lambda: latent_core(attn, slices, mesh["tp"], "ring", *inputs, None).backward(pull),
-            lambda: full_core(attn, slices, *inputs).backward(pull), rounds)
+            lambda: latent_core(attn, slices, tp, "ring", *inputs, pieces).backward(pull),
+            gather_full, rounds)
         if rank == 0:
-            print(f"  {seq_len} positions, {heads} heads of {nope + rope}, latent {c}: ring of "
-                  f"latents {seconds * 1e3:.0f} ms, {ratio} x gathered keys and values; expected to "
-                  f"{'win' if c < break_even else 'lose'}", flush=True)
+            print(f"  4,096 positions in documents of 512, {heads} heads of 64, latent {c}, "
+                  f"expected to {'win' if c < break_even else 'lose'}: {seconds * 1e3:.0f} ms, "
+                  f"{ratio} x gathered full keys and values", flush=True)
 
 
 if __name__ == "__main__":
