@@ -619,16 +619,17 @@ def draw(n, seq_len):
     return work
 
 
-def layers():
+def layers(heads=4, seq_len=45):
     """name -> a layer, its configuration, and inputs (b, s, ...) of its attention core."""
     from model import built, make_config
     torch.manual_seed(0)
     found = {}
-    for name, model, shapes in (("MLA", "tiny", [(4, 16), (4, 8), (16,), (8,)]),
-                                ("GQA", "tiny-dense", [(4, 16), (2, 16), (2, 16)])):
-        config = make_config(model, ["n_layers=1", "n_dense_layers=1", "init_std=0.3"])
+    for name, model, shapes in (("MLA", "tiny", [(heads, 16), (heads, 8), (16,), (8,)]),
+                                ("GQA", "tiny-dense", [(heads, 16), (2, 16), (2, 16)])):
+        config = make_config(model, ["n_layers=1", "n_dense_layers=1", "init_std=0.3",
+                                     f"n_heads={heads}"])
         found[name] = (built(config, dtype=torch.float64).blocks["0"].attn, config,
-                       [torch.randn(2, 45, *shape, dtype=torch.float64) for shape in shapes])
+                       [torch.randn(2, seq_len, *shape, dtype=torch.float64) for shape in shapes])
     return found
 
 
@@ -639,7 +640,7 @@ def compare(layer, config, inputs, mesh, method, zigzag, document_ids=None):
     axis, seq_len = mesh["cp"], inputs[0].shape[1]
     slices = Slices(axis, seq_len, zigzag)
     mine = slices.positions(axis.rank)
-    pull = torch.randn(2, seq_len, 4, 16, dtype=torch.float64,
+    pull = torch.randn(2, seq_len, config.n_heads, 16, dtype=torch.float64,
                        generator=torch.Generator().manual_seed(1))
     mask, pieces, weights = None, None, [layer.wkv_b.weight] if config.is_mla else []
     if document_ids is not None:
