@@ -35,6 +35,7 @@ import tempfile
 import time
 import traceback
 import unittest.mock
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -3219,6 +3220,26 @@ def test_attention_memory_grows_linearly():
     assert max(ranks(4, _ring_peak, 4096)) < 1.1 * 2048 * peaks[0], peaks
 
 
+def _ring_expanded(rank, n):
+    """How many blocks' keys were alive whenever another block was expanded."""
+    alive, seen, plain = [], [], ring_attention.expand_latents
+
+    def expand(*args):
+        seen.append(sum(k() is not None for k in alive))
+        k, v = plain(*args)
+        alive.append(weakref.ref(k))
+        return k, v
+    with unittest.mock.patch.object(ring_attention, "expand_latents", expand):
+        ring_attention.compare(*ring_attention.layers()["MLA"], collectives.Mesh(n, rank, cp=n),
+                               "ring", True)
+    return seen
+
+
+def test_keys_and_values_exist_for_one_block_at_a_time():
+    for seen in ranks(4, _ring_expanded):
+        assert seen == [0] * 8  # 4 blocks forward, 4 backward
+
+
 def _ring_documents(rank, n, method):
     """(change of documents 1 and 2, gradient of their outputs) by document 0's tokens. Without
     experts, whose products' rounding depends on how many tokens they get."""
@@ -3376,6 +3397,26 @@ def test_any_layout_is_the_same_run(layout_case, train_text):
     answers = ranks(world_size, _layout_parity, flags)
     assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
     assert answers[0][1][-1] == "PASS" and len(answers[0][1]) >= 6
+
+
+def _layout_in_order(rank, n, flags):
+    """check_parity of a layout in which cp's ranks hold one stretch of each sequence."""
+    whole, positions = ring_attention.parallelize, ring_attention.positions_of
+    with unittest.mock.patch.multiple(
+            ring_attention, parallelize=lambda *args: whole(*args, zigzag=False),
+            positions_of=lambda r, cp, s, zigzag=False: positions(r, cp, s, zigzag)):
+        return _layout_parity(rank, n, flags)
+
+
+@pytest.mark.parametrize("n, more", [
+    (2, ["--isolate-documents"]), (3, ["--seq-len", "7"]),
+    (4, ["--tp", "2", "--model", "tiny-dense", "--cp-method", "allgather"]),
+    (4, ["--fsdp", "2", "--cp-method", "ulysses", "--seq-len", "15"])])
+def test_placement_in_order_is_the_same_run_too(n, more, train_text):
+    cp = str(n // 2 if n == 4 else n)
+    flags = [*_train_flags(train_text), "--batch-size", "4", "--seq-len", "16", "--cp", cp, *more]
+    answers = ranks(n, _layout_in_order, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
 
 
 def _layout_broken(rank, n, flags, how):
