@@ -3419,6 +3419,21 @@ def test_placement_in_order_is_the_same_run_too(n, more, train_text):
     assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
 
 
+@pytest.mark.parametrize("n, more", [
+    (2, ["--cp", "2"]), (3, ["--cp", "3", "--cp-method", "allgather", "--seq-len", "31"]),
+    (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses", "--recompute", "full"]),
+    (4, ["--cp", "4", "--model", "tiny-dense", "--zero", "3", "--seq-len", "29"])])
+def test_short_documents_are_the_same_run(n, more, tmp_path):
+    """Documents of 1 to 15 letters, several in every chunk, some in two or three."""
+    choose, path = random.Random(0), tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": "".join(choose.choices(
+        "abcdef", k=choose.randint(1, 15)))}) + "\n" for _ in range(400)))
+    flags = ["--data", str(path), "--isolate-documents", "--batch-size", "4", "--seq-len", "32",
+             "--device", "cpu", *more]
+    answers = ranks(n, _layout_parity, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
 def _layout_broken(rank, n, flags, how):
     """check_parity of a layout in which something is wrong."""
     plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
