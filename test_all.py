@@ -3081,29 +3081,37 @@ def test_a_broken_ring_is_found(broken, suffers):
 @pytest.mark.parametrize("s, t, causal", [(9, 9, True), (5, 9, False), (8, 3, False),
                                           (40, 40, True)])
 @pytest.mark.parametrize("g, dk, dv", [(4, 8, 8), (2, 12, 6), (1, 6, 10)])
-def test_fused_kernels_and_plain_formulas_agree(dtype, bound, s, t, causal, g, dk, dv):
-    """A block's own output and lse, and gradients under the lse and output of all blocks; the
-    plain formulas beside autograd's gradient of the softmax."""
+def test_blocks_by_kernel_and_by_formula_add_up_to_attention(dtype, bound, s, t, causal, g, dk, dv):
+    """Two blocks of keys merged, and the gradients through each under the lse and the output of
+    both, beside autograd's of one softmax."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, rows, width, dtype=torch.float64, requires_grad=True)
-               for heads, rows, width in ((4, s, dk), (g, t, dk), (g, t, dv)))
+               for heads, rows, width in ((4, s, dk), (g, t + 7, dk), (g, t + 7, dv)))
     scores = q @ k.repeat_interleave(4 // g, 1).mT * 0.3
-    if causal:
-        scores = scores.masked_fill(~torch.ones(s, t, dtype=torch.bool).tril(), -math.inf)
+    if causal:  # within the first block
+        hidden = ~torch.ones(s, t, dtype=torch.bool).tril()
+        scores = scores.masked_fill(F.pad(hidden, (0, 7)), -math.inf)
     expected = scores.softmax(-1) @ v.repeat_interleave(4 // g, 1)
     pull = torch.randn_like(expected)
     wanted = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, (q, k, v), pull)]
-    cast = [x.detach().to(dtype) for x in (pull, q, k, v, expected)]
-    for forward, backward, limit in (
-            (ring_attention.attend_block, ring_attention.attend_block_backward, bound),
-            (ring_attention.plain_block, ring_attention.plain_block_backward,
-             max(bound / 2, 1e-13))):
+    wide = torch.promote_types(dtype, torch.float32)
+    pull, q, k, v, whole = (x.detach().to(dtype) for x in (pull, q, k, v, expected))
+    blocks = [(k[:, :, :t], v[:, :, :t], 0.3, causal), (k[:, :, t:], v[:, :, t:], 0.3, False)]
+    for forward, backward in (
+            (ring_attention.attend_block, ring_attention.attend_block_backward),
+            (ring_attention.plain_block, ring_attention.plain_block_backward)):
+        out = torch.zeros(expected.shape, dtype=wide)
+        lse = torch.full(out.shape[:3], -math.inf, dtype=wide)
+        grads = []
         with unittest.mock.patch.object(ring_attention, "SCORES", 100):  # a few rows at a time
-            got = [*forward(*cast[1:4], 0.3, causal),
-                   *backward(*cast, wanted[1].detach().to(torch.promote_types(
-                       dtype, torch.float32)), 0.3, causal)]
-        for a, b in zip(got, wanted):
-            assert _model_relative(a.double(), b) < limit
+            for block in blocks:
+                ring_attention.merge(out, lse, *forward(q, *block))
+                grads.append(backward(pull, q, *block[:2], whole, wanted[1].detach().to(wide),
+                                      *block[2:]))
+        (q1, k1, v1), (q2, k2, v2) = grads
+        for ours, one in zip((out, lse, q1.to(wide) + q2, torch.cat([k1, k2], 2),
+                              torch.cat([v1, v2], 2)), wanted):
+            assert _model_relative(ours.double(), one) < bound
 
 
 def _ring_pairs(rank, n, seq_len, method, zigzag):
@@ -3292,6 +3300,13 @@ def test_what_cp_can_not_divide_is_refused_with_the_legal_values(cp, tp, seq_len
     with pytest.raises(ValueError, match=words):
         ring_attention.check(make_config("tiny"), cp, tp, seq_len, method)
     ring_attention.check(make_config("tiny"), 3, 1, 16, "ring")
+
+
+def test_cp_is_checked_before_a_group_forms(train_text, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    flags = [*_train_flags(train_text), "--cp", "3", "--cp-method", "ulysses"]
+    with pytest.raises(ValueError, match="cp=3 does not divide the 4 heads"):
+        train.prepare(train.build_parser().parse_args(flags), train.quiet)
 
 
 # ---- any layout is the same run ----
