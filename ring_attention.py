@@ -682,8 +682,8 @@ def show(rank, n):
     worst["pairs: the causal half, the same for every rank under zig-zag"] = float(
         sum(work[0]) != even or set(work[1]) != {even // n})
     document_ids, sent = torch.tensor([[0] * 9 + [1] * 30 + [2] * 6, [0] * 22 + [1] * 23]), {}
-    for (name, layer), method in itertools.product(layers().items(), ("ring", "allgather",
-                                                                      "ulysses")):
+    for (name, layer), method in itertools.product(
+            layers(2 * n).items(), ("ring", "allgather", "ulysses")):  # 2 heads a rank, for Ulysses
         found = [compare(*layer, mesh, method, zigzag, ids) for zigzag in (True, False)
                  for ids in (None, document_ids)]
         worst[f"{name}, {method}: in order and zig-zag, with and without documents"] = max(
