@@ -572,6 +572,21 @@ def receive(tensor, link):
     return carry_out(link, "receive", tensor, 0, start, True)
 
 
+def ring_shift(tensor, axis, arriving, asynchronous=True):
+    """tensor to the next rank of the axis, and `arriving` numbers, flat, from the one before it.
+    B bytes. Both are posted in one call: on nccl two ranks that each wait to receive before they
+    send would wait for ever."""
+    def start():
+        out = tensor.new_empty(arriving)
+        ends = [dist.P2POp(dist.irecv, out, group=axis.group,
+                           group_peer=(axis.rank - 1) % axis.size),
+                dist.P2POp(dist.isend, tensor, group=axis.group,
+                           group_peer=(axis.rank + 1) % axis.size)]
+        return dist.batch_isend_irecv(ends), lambda: out
+    return carry_out(axis, "ring", tensor, tensor.numel() * tensor.element_size(), start,
+                     asynchronous)
+
+
 def broadcast(tensor, axis, source=0, asynchronous=False):
     """The tensor of the axis' rank `source` on all, in place. B bytes."""
     def start():

@@ -11,9 +11,11 @@ gradients compared directly.
 import atexit
 import base64
 import collections
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import importlib
 import itertools
 import json
@@ -33,6 +35,7 @@ import tempfile
 import time
 import traceback
 import unittest.mock
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +57,7 @@ import mla
 import model as model_file
 import moe
 import optim
+import ring_attention
 import rope
 import tensor_parallel
 import train
@@ -2178,7 +2182,8 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
     (["--fsdp", "2"], "does not divide the 1 ranks"), (["--fsdp", "0"], "at least 1"),
     (["--dp", "0"], "at least 1"), (["--check-parity", "--eval-only"], "--eval-only out"),
     (["--collective-timeout", "1e30"], "at most 1e9"), (["--pp-schedule", "zb-v"], "--pp N"),
-    (["--cp-method", "ulysses"], "ring_attention.py"), (["--ep", "2"], "expert_parallel.py"),
+    (["--cp", "0"], "at least 1"), (["--cp", "2"], "does not divide the 1 ranks"),
+    (["--cp-method", "ulysses"], "--cp N"), (["--ep", "2"], "expert_parallel.py"),
     (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
     (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
@@ -2990,25 +2995,339 @@ def test_tp_is_in_the_table_of_cuts_and_nothing_else_is():
                for n in whole)
 
 
+# ---- context parallelism ----
+
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_ranks_hold_every_position_once_and_none_is_without(zigzag):
+    for cp, seq_len in itertools.product((1, 2, 3, 4, 7), (1, 2, 5, 7, 8, 13, 16, 100)):
+        if seq_len < cp:
+            continue
+        held = [ring_attention.positions_of(r, cp, seq_len, zigzag) for r in range(cp)]
+        assert sorted(torch.cat(held).tolist()) == list(range(seq_len))
+        assert all((p.diff() > 0).all() for p in held)
+        sizes = [len(p) for p in held]
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 2
+    assert ring_attention.positions_of(1, 2, 8).tolist() == [2, 3, 4, 5]
+    assert ring_attention.positions_of(0, 2, 8).tolist() == [0, 1, 6, 7]
+
+
+RING_DOCUMENTS = [lambda s: None, lambda s: torch.stack([torch.arange(s) * 3 // s,
+                                                         torch.arange(s) // 3])]
+
+
+def _ring_compare(rank, n, seq_len, broken=None):
+    """What differs most between attention over n ranks and attention of one, by case."""
+    mesh, found = collectives.Mesh(n, rank, cp=n), {}
+    heads = 6 if n == 3 else 4
+    with broken() if broken else contextlib.nullcontext():
+        for (kind, layer), method, zigzag, documents in itertools.product(
+                ring_attention.layers(heads, seq_len).items(), ("ring", "allgather", "ulysses"),
+                (True, False), RING_DOCUMENTS):
+            found[kind, method, zigzag, documents(seq_len) is None], _ = ring_attention.compare(
+                *layer, mesh, method, zigzag, documents(seq_len))
+    return found
+
+
+@pytest.mark.parametrize("n, seq_len", [(2, 32), (2, 7), (3, 36), (3, 10), (3, 3), (4, 64),
+                                        (4, 13), (4, 6)])
+def test_attention_over_ranks_is_that_of_one_and_sends_the_formulas_bytes(n, seq_len):
+    for found in ranks(n, _ring_compare, seq_len):
+        assert len(found) == 24 and max(found.values()) < 1e-12, found
+
+
+def _ring_zeros():
+    return unittest.mock.patch.object(
+        ring_attention.Shares, "join", lambda shares, share, owner: share.new_zeros(
+            shares.block_shape(owner)))
+
+
+def _ring_lost():
+    return unittest.mock.patch.object(ring_attention.Shares, "spread",
+                                      lambda shares, share: share.new_zeros(shares.shape))
+
+
+def _ring_averages():
+    def merge(out, lse, new_out, new_lse):
+        out.add_(new_out)
+        lse.copy_(torch.logaddexp(lse, new_lse))
+    return unittest.mock.patch.object(ring_attention, "merge", merge)
+
+
+def _ring_everything():
+    plain = ring_attention.causal_pieces
+
+    def pieces(slices, owner):
+        rows = [slice(0, slices.length(r)) for r in (slices.axis.rank, owner)]
+        return plain(slices, owner) or [(slice(None), *rows, False)]
+    return unittest.mock.patch.object(ring_attention, "causal_pieces", pieces)
+
+
+@pytest.mark.parametrize("broken, suffers", [
+    (_ring_zeros, lambda kind, method, zigzag, alone: method != "ulysses" or kind == "MLA"),
+    (_ring_lost, lambda kind, method, zigzag, alone: method != "ulysses" or kind == "MLA"),
+    (_ring_averages, lambda kind, method, zigzag, alone: method != "ulysses" and alone),
+    (_ring_everything, lambda kind, method, zigzag, alone: method != "ulysses" and not zigzag
+     and alone)])
+def test_a_broken_ring_is_found(broken, suffers):
+    """Without the others' blocks, gradients that do not come home, a merge without weights, and
+    blocks above the diagonal."""
+    found = ranks(2, _ring_compare, 32, broken)
+    for case in found[0]:
+        assert (max(answer[case] for answer in found) > 1e-3) >= suffers(*case), case
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 1e-5),
+                                          (torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
+@pytest.mark.parametrize("s, t, causal", [(9, 9, True), (5, 9, False), (8, 3, False),
+                                          (40, 40, True)])
+@pytest.mark.parametrize("g, dk, dv", [(4, 8, 8), (2, 12, 6), (1, 6, 10)])
+def test_blocks_by_kernel_and_by_formula_add_up_to_attention(dtype, bound, s, t, causal, g, dk, dv):
+    """Two blocks of keys merged, and the gradients through each under the lse and the output of
+    both, beside autograd's of one softmax."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, rows, width, dtype=torch.float64, requires_grad=True)
+               for heads, rows, width in ((4, s, dk), (g, t + 7, dk), (g, t + 7, dv)))
+    scores = q @ k.repeat_interleave(4 // g, 1).mT * 0.3
+    if causal:  # within the first block
+        hidden = ~torch.ones(s, t, dtype=torch.bool).tril()
+        scores = scores.masked_fill(F.pad(hidden, (0, 7)), -math.inf)
+    expected = scores.softmax(-1) @ v.repeat_interleave(4 // g, 1)
+    pull = torch.randn_like(expected)
+    wanted = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, (q, k, v), pull)]
+    wide = torch.promote_types(dtype, torch.float32)
+    pull, q, k, v, whole = (x.detach().to(dtype) for x in (pull, q, k, v, expected))
+    blocks = [(k[:, :, :t], v[:, :, :t], 0.3, causal), (k[:, :, t:], v[:, :, t:], 0.3, False)]
+    for forward, backward in (
+            (ring_attention.attend_block, ring_attention.attend_block_backward),
+            (ring_attention.plain_block, ring_attention.plain_block_backward)):
+        out = torch.zeros(expected.shape, dtype=wide)
+        lse = torch.full(out.shape[:3], -math.inf, dtype=wide)
+        grads = []
+        with unittest.mock.patch.object(ring_attention, "SCORES", 100):  # a few rows at a time
+            for block in blocks:
+                ring_attention.merge(out, lse, *forward(q, *block))
+                grads.append(backward(pull, q, *block[:2], whole, wanted[1].detach().to(wide),
+                                      *block[2:]))
+        (q1, k1, v1), (q2, k2, v2) = grads
+        for ours, one in zip((out, lse, q1.to(wide) + q2, torch.cat([k1, k2], 2),
+                              torch.cat([v1, v2], 2)), wanted):
+            assert _model_relative(ours.double(), one) < bound
+
+
+def _ring_pairs(rank, n, seq_len, method, zigzag):
+    """Pairs of query and key that this rank's kernels were given, forward and backward."""
+    counted, plain = [0, 0], (ring_attention.attend_block, ring_attention.attend_block_backward)
+
+    def count(which):
+        def attend(*args):
+            q, k, causal = args[which], args[which + 1], args[-1]
+            s, t = q.shape[2], k.shape[2]
+            counted[which] += q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if causal else s * t)
+            return plain[which](*args)
+        return attend
+    with unittest.mock.patch.multiple(ring_attention, attend_block=count(0),
+                                      attend_block_backward=count(1)):
+        ring_attention.compare(*ring_attention.layers(4, seq_len)["MLA"],
+                               collectives.Mesh(n, rank, cp=n), method, zigzag)
+    return counted
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_zigzag_work_is_equal_and_the_causal_half(n, method):
+    seq_len = 16 * n
+    whole = 2 * 4 * seq_len * (seq_len + 1) // 2  # sequences, heads
+    found = ranks(n, _ring_pairs, seq_len, method, True)
+    for way in zip(*found):
+        assert sum(way) == whole and max(way) <= 1.02 * min(way)
+    if method == "ring":
+        for way in zip(*ranks(n, _ring_pairs, seq_len, method, False)):
+            assert sum(way) == whole and max(way) > 1.9 * min(way)
+
+
+def _ring_v3_bytes(rank, n):
+    """Bytes of a forward pass with DeepSeek-V3's attention, and the formula's."""
+    c = make_config("deepseek-v3", ["n_layers=1", "n_dense_layers=1"])
+    attn = mla.MLA(8, c.n_heads, 0, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim,
+                   c.v_head_dim, 1e-6, 0.1)
+    mesh, length = collectives.Mesh(n, rank, cp=n), 4
+    slices = ring_attention.Slices(mesh["cp"], length * n)
+    collectives.ledger.clear()
+    with torch.no_grad():
+        ring_attention.latent_core(
+            attn, slices, mesh["tp"], "ring", torch.ones(1, length, 128, 128),
+            torch.ones(1, length, 128, 64), torch.ones(1, length, 512),
+            torch.ones(1, length, 64), None)
+    full = (n - 1) * length * c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim
+                                           + c.v_head_dim) * 4
+    return collectives.ledger.by_axis()["cp"], full, (n - 1) * length * (512 + 64) * 4
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_deepseek_v3_moves_a_70th_of_its_keys_and_values(n):
+    for sent, full, formula in ranks(n, _ring_v3_bytes):
+        assert sent == formula and sent * 70 <= full
+
+
+def _ring_model_bytes(rank, n, model, overrides, tp, recompute, length, method):
+    """The ledger's cp and tp bytes of a microbatch, and the formulas'."""
+    config = make_config(model, overrides)
+    mesh = collectives.Mesh(n, rank, cp=n // tp, tp=tp)
+    whole = built(config, dtype=torch.float64)
+    tensor_parallel.parallelize(whole, mesh)
+    ring_attention.parallelize(whole, mesh, length, method)
+    apply_recompute(whole, recompute)
+    cp = mesh["cp"]
+    positions = ring_attention.positions_of(cp.rank, cp.size, length)
+    tokens = torch.randint(config.vocab_size, (3, length))[:, positions]
+    collectives.ledger.clear()
+    whole.head_loss(whole(tokens, positions, balance_seed=1.0), tokens).backward()
+    sent = collectives.ledger.by_axis()
+    formula = ring_attention.bytes_sent(config, cp.size, cp.rank, 3, length, method, True, tp, 8, 8,
+                                        recompute == "full")
+    inside = tensor_parallel.bytes_sent(config, tp, 3, len(positions), 8, 8, recompute == "full")
+    inside.pop("gradients")
+    return ((sent["cp"], sent.get("tp", 0)),
+            (formula["attention"] + formula["balance"], formula["over tp"] + sum(inside.values())))
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("n, tp, recompute, length, model, overrides", [
+    (2, 1, "full", 15, "tiny", []), (4, 2, "none", 16, "tiny", ["q_lora_rank=0"]),
+    (4, 2, "full", 7, "tiny", ["seq_balance_coeff=0"]), (3, 1, "selective", 16, "tiny",
+                                                         ["n_heads=6"]),
+    (4, 2, "none", 9, "tiny-dense", ["n_kv_heads=1"])])
+def test_cp_sends_the_bytes_of_the_formula(n, tp, recompute, length, model, overrides, method):
+    for sent, formula in ranks(n, _ring_model_bytes, model, overrides, tp, recompute, length,
+                               method):
+        assert sent == formula
+
+
+def _ring_peak(rank, n, seq_len):
+    """Peak bytes that attention of this rank allocates, forward and backward."""
+    attn = mla.MLA(8, 4, 0, 8, 16, 8, 16, 1e-6, 0.1)
+    mesh = collectives.Mesh(n, rank, cp=n)
+    slices = ring_attention.Slices(mesh["cp"], seq_len)
+    inputs = [torch.randn(1, slices.length(rank), *width, requires_grad=True)
+              for width in ((4, 16), (4, 8), (8,), (8,))]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ring_attention.latent_core(attn, slices, mesh["tp"], "ring", *inputs,
+                                   None).sum().backward()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def test_attention_memory_grows_linearly():
+    """Bytes a position at four lengths, and twice the length on twice the ranks."""
+    peaks = [max(ranks(2, _ring_peak, length)) / length for length in (2048, 4096, 6144, 8192)]
+    assert max(peaks) < 1.2 * min(peaks) and peaks[-1] < 1.05 * peaks[0], peaks
+    assert max(ranks(4, _ring_peak, 4096)) < 1.1 * 2048 * peaks[0], peaks
+
+
+def _ring_expanded(rank, n):
+    """How many blocks' keys were alive whenever another block was expanded."""
+    alive, seen, plain = [], [], ring_attention.expand_latents
+
+    def expand(*args):
+        seen.append(sum(k() is not None for k in alive))
+        k, v = plain(*args)
+        alive.append(weakref.ref(k))
+        return k, v
+    with unittest.mock.patch.object(ring_attention, "expand_latents", expand):
+        ring_attention.compare(*ring_attention.layers()["MLA"], collectives.Mesh(n, rank, cp=n),
+                               "ring", True)
+    return seen
+
+
+def test_keys_and_values_exist_for_one_block_at_a_time():
+    for seen in ranks(4, _ring_expanded):
+        assert seen == [0] * 8  # 4 blocks forward, 4 backward
+
+
+def _ring_documents(rank, n, method):
+    """(change of documents 1 and 2, gradient of their outputs) by document 0's tokens. Without
+    experts, whose products' rounding depends on how many tokens they get."""
+    config = make_config("tiny", ["n_layers=3", "num_experts=0"])
+    mesh, ids = collectives.Mesh(n, rank, cp=n), torch.tensor([[0] * 9 + [1] * 12 + [2] * 9])
+    torch.manual_seed(0)
+    cut = built(config, dtype=torch.float64)
+    tokens = torch.randint(config.vocab_size, (1, 30))
+    ring_attention.parallelize(cut, mesh, 30, method)
+    positions = ring_attention.positions_of(rank, n, 30)
+    later = positions >= 9
+    with torch.no_grad():
+        before = cut(tokens[:, positions], positions, ids)[:, later]
+        changed = tokens.clone()
+        changed[0, 4] = (changed[0, 4] + 1) % config.vocab_size
+        after = cut(changed[:, positions], positions, ids)
+        apart = (after[:, later] - before).abs().max()
+    embedded = []
+    cut.embed.register_forward_hook(lambda module, args, out: embedded.append(out))
+    out = cut(tokens[:, positions], positions, ids)
+    gradient, = torch.autograd.grad(out[:, later].sum(), embedded)
+    return apart.item(), gradient[:, ~later].abs().sum().item(), gradient[:, later].abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_packed_documents_stay_apart_over_ranks(method):
+    for apart, gradient, others in ranks(2, _ring_documents, method):
+        assert apart == 0 and gradient == 0 and others
+
+
+def test_blocks_that_no_document_crosses_are_skipped():
+    axis = collectives.Axis("cp", (0, 1, 2, 3), 2)
+    slices = ring_attention.Slices(axis, 32)  # rank 2 has 8..11 and 20..23
+    ids = (torch.arange(32) // 8)[None]
+    pieces = ring_attention.plan(slices, ids)
+    assert [len(p) for p in pieces] == [0, 0, 2, 1]  # 16..19 of rank 3, before 20..23
+    assert pieces[3] == [(slice(0, 1), slice(4, 8), slice(4, 8), False)]
+    whole = ring_attention.plan(ring_attention.Slices(ring_attention.ALONE, 32, False), ids)
+    everyone = [ring_attention.plan(dataclasses.replace(
+        slices, axis=dataclasses.replace(axis, rank=r)), ids) for r in range(4)]
+    assert sum(ring_attention.pairs(p) for plans in everyone for p in plans) == sum(
+        map(ring_attention.pairs, whole)) == 4 * 8 * 9 // 2
+
+
+@pytest.mark.parametrize("cp, tp, seq_len, method, words", [
+    (3, 1, 16, "ulysses", "cp=3 does not divide the 4 heads.*use 1, 2, 4"),
+    (4, 2, 16, "ulysses", "the 2 heads of a rank.*use 1, 2"),
+    (8, 1, 7, "ring", "cp=8 leaves a rank without any of seq_len=7.*at most 7")])
+def test_what_cp_can_not_divide_is_refused_with_the_legal_values(cp, tp, seq_len, method, words):
+    with pytest.raises(ValueError, match=words):
+        ring_attention.check(make_config("tiny"), cp, tp, seq_len, method)
+    ring_attention.check(make_config("tiny"), 3, 1, 16, "ring")
+
+
+def test_cp_is_checked_before_a_group_forms(train_text, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    flags = [*_train_flags(train_text), "--cp", "3", "--cp-method", "ulysses"]
+    with pytest.raises(ValueError, match="cp=3 does not divide the 4 heads"):
+        train.prepare(train.build_parser().parse_args(flags), train.quiet)
+
+
 # ---- any layout is the same run ----
 
 def legal_layouts(world_size):
     """Every layout of that many ranks, axis -> size and level; each technique adds its own."""
-    for tp in range(1, world_size + 1):
-        for fsdp_size in range(1, world_size // tp + 1):
-            if world_size % (tp * fsdp_size) == 0:
-                for zero in range(4):
-                    yield {"dp": world_size // tp // fsdp_size, "fsdp": fsdp_size, "tp": tp,
-                           "zero": zero}
+    for cp, tp, fsdp_size in itertools.product(range(1, world_size + 1), repeat=3):
+        if world_size % (cp * tp * fsdp_size) == 0:
+            for zero in range(4):
+                yield {"dp": world_size // (cp * tp * fsdp_size), "fsdp": fsdp_size, "cp": cp,
+                       "tp": tp, "zero": zero}
 
 
 SETTINGS = {"--model": ["tiny", "tiny-dense"], "--micro-batch-size": ["12", "1"],
             "--recompute": ["none", "full", "selective"], "--optimizer": ["sgd", "adamw"]}
 
 
-def _layout_shapes(model, tp, choose):
-    """A model's shapes and a length of sequences for one case, chosen among those that matter:
-    vocabularies and sequences that do not divide, key/value heads, latents, tied embeddings."""
+def _layout_shapes(model, cp, tp, choose):
+    """A model's shapes, what is given with --cp, and a length of sequences for one case, chosen
+    among those that matter: vocabularies and sequences that do not divide, key/value heads,
+    latents, tied embeddings."""
     heads = 6 if tp % 3 == 0 else 4
     fields = {"n_heads": heads, "vocab_size": choose([259, 512]),
               "tie_embeddings": choose(["false", "true"])}
@@ -3017,7 +3336,8 @@ def _layout_shapes(model, tp, choose):
                                        and (g % tp == 0 or tp % g == 0)])
     else:
         fields["q_lora_rank"] = choose([32, 0])
-    return choose([16, 15, 7]), fields
+    methods = ["ring", "allgather"] + ["ulysses"] * (heads // tp % cp == 0) if cp > 1 else ["ring"]
+    return choose([16, 15, 7]), fields, choose(methods), choose([True, False, False])
 
 
 def _layout_cases(everything):
@@ -3029,17 +3349,20 @@ def _layout_cases(everything):
         for layout in legal_layouts(world_size):
             for chosen in itertools.product(*SETTINGS.values()):
                 choose = random.Random(f"{layout} {chosen}").choice
-                length, fields = _layout_shapes(chosen[0], layout["tp"], choose)
+                length, fields, method, isolated = _layout_shapes(chosen[0], layout["cp"],
+                                                                  layout["tp"], choose)
                 micro = "12" if chosen[1] == "12" else str(max(
                     12 // (layout["dp"] * layout["fsdp"]) // 4, 1))
                 words = [*layout.items(), *zip(SETTINGS, chosen), ("seq-len", length),
-                         ("micro-batch-size", micro)]
+                         ("micro-batch-size", micro), ("cp-method", method)]
                 flags = [word for name, value in words
                          for word in ("--" + name.removeprefix("--"), str(value))]
                 flags += ["--override", *(f"{k}={v}" for k, v in fields.items())]
-                kind = tuple(layout[axis] > 1 for axis in ("dp", "fsdp", "tp"))
+                flags += ["--isolate-documents"] * isolated
+                kind = tuple(layout[axis] > 1 for axis in ("dp", "fsdp", "cp", "tp"))
                 cases[world_size, tuple(flags)] = (
-                    world_size, kind, layout["tp"], layout["zero"], *chosen, length,
+                    world_size, kind, layout["cp"], method, isolated, layout["tp"],
+                    layout["zero"], *chosen, length,
                     fields["vocab_size"], fields["tie_embeddings"],
                     fields.get("n_kv_heads"), fields.get("q_lora_rank"))
     return list(cases) if everything else _layout_sample(cases)
@@ -3091,6 +3414,41 @@ def test_any_layout_is_the_same_run(layout_case, train_text):
     assert answers[0][1][-1] == "PASS" and len(answers[0][1]) >= 6
 
 
+def _layout_in_order(rank, n, flags):
+    """check_parity of a layout in which cp's ranks hold one stretch of each sequence."""
+    whole, positions = ring_attention.parallelize, ring_attention.positions_of
+    with unittest.mock.patch.multiple(
+            ring_attention, parallelize=lambda *args: whole(*args, zigzag=False),
+            positions_of=lambda r, cp, s, zigzag=False: positions(r, cp, s, zigzag)):
+        return _layout_parity(rank, n, flags)
+
+
+@pytest.mark.parametrize("n, more", [
+    (2, ["--isolate-documents"]), (3, ["--seq-len", "7"]),
+    (4, ["--tp", "2", "--model", "tiny-dense", "--cp-method", "allgather"]),
+    (4, ["--fsdp", "2", "--cp-method", "ulysses", "--seq-len", "15"])])
+def test_placement_in_order_is_the_same_run_too(n, more, train_text):
+    cp = str(n // 2 if n == 4 else n)
+    flags = [*_train_flags(train_text), "--batch-size", "4", "--seq-len", "16", "--cp", cp, *more]
+    answers = ranks(n, _layout_in_order, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
+@pytest.mark.parametrize("n, more", [
+    (2, ["--cp", "2"]), (3, ["--cp", "3", "--cp-method", "allgather", "--seq-len", "31"]),
+    (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses", "--recompute", "full"]),
+    (4, ["--cp", "4", "--model", "tiny-dense", "--zero", "3", "--seq-len", "29"])])
+def test_short_documents_are_the_same_run(n, more, tmp_path):
+    """Documents of 1 to 15 letters, several in every chunk, some in two or three."""
+    choose, path = random.Random(0), tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": "".join(choose.choices(
+        "abcdef", k=choose.randint(1, 15)))}) + "\n" for _ in range(400)))
+    flags = ["--data", str(path), "--isolate-documents", "--batch-size", "4", "--seq-len", "32",
+             "--device", "cpu", *more]
+    answers = ranks(n, _layout_parity, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
 def _layout_broken(rank, n, flags, how):
     """check_parity of a layout in which something is wrong."""
     plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
@@ -3104,18 +3462,33 @@ def _layout_broken(rank, n, flags, how):
             x * (1 + 3e-9 * (run.mesh.world_size > 1)) for x in plain_step(run, *a))
     if how == "partial gradients are left so":
         tensor_parallel.sum_partial_gradients = lambda masters, axis: None
+    plain_counts, plain_positions = ring_attention.sum_over_cp, train.context_positions
+    if how == "balance losses see a chunk":
+        ring_attention.sum_over_cp = lambda axis, sum_here, counts: sum_here(counts)
+    if how == "positions begin anew on every rank":
+        train.token_loss = functools.partial(_layout_local_positions, train.token_loss)
     try:
         return _layout_parity(rank, n, flags)
     finally:
         ddp.all_reduce, fsdp.reduce_scatter = plain_sums, plain_reduce
         tensor_parallel.sum_partial_gradients = plain_partial
-        train.sum_over_ranks = plain_step
+        train.sum_over_ranks, ring_attention.sum_over_cp = plain_step, plain_counts
+        train.context_positions = plain_positions
+        train.token_loss = getattr(train.token_loss, "args", [train.token_loss])[0]
+
+
+def _layout_local_positions(token_loss, run, batch, *args):
+    """token_loss() with rotary tables that begin at 0 on every rank."""
+    train.context_positions = lambda run: torch.arange(batch.tokens.shape[1])
+    return token_loss(run, batch, *args)
 
 
 @pytest.mark.parametrize("how, layout", [("a reduction is an average", ["--dp", "2"]),
                                          ("a rank keeps its own", ["--fsdp", "2"]),
                                          ("the loss is off by 3e-9", ["--dp", "2"]),
-                                         ("partial gradients are left so", ["--tp", "2"])])
+                                         ("partial gradients are left so", ["--tp", "2"]),
+                                         ("balance losses see a chunk", ["--cp", "2"]),
+                                         ("positions begin anew on every rank", ["--cp", "2"])])
 def test_a_wrong_layout_is_found(how, layout, train_text):
     flags = [*_train_flags(train_text), "--batch-size", "4", *layout]
     answers = ranks(2, _layout_broken, flags, how)
@@ -3141,7 +3514,9 @@ CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (2, ["--fsdp", "2", "--zero", "1"]), (3, ["--fsdp", "3", "--zero", "2"]),
                       (3, ["--fsdp", "3"]), (4, ["--dp", "2", "--fsdp", "2", "--zero", "3"]),
                       (4, ["--fsdp", "4", "--zero", "1"]), (2, ["--tp", "2"]),
-                      (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"])]
+                      (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"]),
+                      (3, ["--cp", "3", "--zero", "2"]),
+                      (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses"])]
 
 
 @pytest.fixture(scope="module")
@@ -3188,7 +3563,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_r
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
                                     ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"],
-                                    ["--tp", "2"], ["--tp", "2", "--zero", "3"]])
+                                    ["--tp", "2"], ["--tp", "2", "--zero", "3"],
+                                    ["--cp", "2"]])
 def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
     flags = [*_layout_flags(train_text), "--steps", "4", "--dtype", dtype]
@@ -3217,7 +3593,7 @@ def _layout_overflow(rank, n, flags):
     return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
 
 
-@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"]])
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"], ["--cp", "2"]])
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
     flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]
     for seen, total in ranks(2, _layout_overflow, flags):

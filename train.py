@@ -45,6 +45,7 @@ import checkpoint
 import data
 import optim
 import pipeline
+import ring_attention
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
                          leave, ledger, local_part, local_region, mesh_sizes)
@@ -64,7 +65,6 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
-    "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
     "ep": (1, "expert_parallel.py"), "etp": (1, "expert_parallel.py"),
     "async_save": (False, "a process group of its own"),
 }
@@ -182,7 +182,7 @@ def check_flags(args):
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
-                        ("fsdp", 1), ("tp", 1), ("pp", 1), ("virtual_stages", 1),
+                        ("fsdp", 1), ("cp", 1), ("tp", 1), ("pp", 1), ("virtual_stages", 1),
                         ("collective_timeout", 1), ("stop_timeout", 1)):
         number = getattr(args, name)
         if not least <= number <= 1e9:
@@ -227,7 +227,7 @@ def launched():
 
 def layout_of(args):
     """Axis -> size, as the flags say."""
-    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "tp")}
+    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
 
 
 def check_layout(args):
@@ -249,6 +249,9 @@ def check_layout(args):
         raise ValueError(f"--pp-schedule {args.pp_schedule} --virtual-stages {args.virtual_stages} "
                          "order the work of pipeline ranks, and there is one; add --pp N or leave "
                          "them out")
+    if args.cp == 1 and args.cp_method != "ring":
+        raise ValueError(f"--cp-method {args.cp_method} says how the ranks of a sequence attend, "
+                         "and there is one; add --cp N or leave it out")
 
 
 def count_microbatches(args):
@@ -319,6 +322,7 @@ def prepare(args, report=print):
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
     tensor_parallel.check(config, args.tp)
+    ring_attention.check(config, args.cp, args.tp, args.seq_len, args.cp_method)
     if args.pp > 1:
         pipeline.check(args.pp_schedule, args.pp, count_microbatches(args), args.virtual_stages,
                        config.n_layers)
@@ -348,8 +352,8 @@ def set_up(args, report=print):
 
 def build(plan, mesh, report=print):
     """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
-    on the meta device, pipeline stages, tensor parallelism, recompute, memory and values, data
-    parallelism, optimizer."""
+    on the meta device, pipeline stages, tensor and context parallelism, recompute, memory and
+    values, data parallelism, optimizer."""
     args, dtype = plan.args, DTYPES[plan.args.dtype]
     with torch.device("meta"):
         model = Transformer(plan.config)
@@ -359,6 +363,7 @@ def build(plan, mesh, report=print):
     if args.pp > 1:
         stages = pipeline.split(model, mesh, args.pp_schedule, args.virtual_stages)
     tensor_parallel.parallelize(model, mesh)
+    ring_attention.parallelize(model, mesh, args.seq_len, args.cp_method)
     apply_recompute(model, args.recompute)
     if args.zero:
         zero_buffers(model, plan.device)
@@ -444,8 +449,9 @@ def training_bytes(args):
     """Bytes per parameter of the whole model on this rank: itself and, when training, gradient,
     master weight, optimizer state (the table of fsdp.py). tp cuts all but a few, pp by
     blocks."""
+    shards = args.fsdp * args.cp
     parameters, gradients, moments = (size / args.tp / args.pp for size in bytes_held(
-        1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp))
+        1, 1 / shards, 1 / shards, args.zero, DTYPES[args.dtype].itemsize, shards))
     if args.eval_only:  # levels 2 and 3 have their shard of the gradients from the start
         return parameters + (gradients if args.zero > 1 else 0)
     return parameters + gradients + (moments if args.optimizer == "adamw" else 0)
@@ -529,6 +535,7 @@ def train_step(run, asked=()):
     readers = run.mesh["batch"]
     count = args.batch_size // readers.size
     batch = run.batches.get(run.step, readers.rank * count, count)  # this rank's rows
+    batch = own_positions(run, batch)
     valid = (batch.labels != data.IGNORED).sum().double().to(run.device) * speaks_for_batch(run)
     valid = int(all_reduce(valid, run.mesh["world"]))
     seed, balance_seed = scale / max(valid, 1), scale / args.batch_size
@@ -591,10 +598,22 @@ def forward_backward(run, batch, seed, balance_seed):
 
 
 def blank(run, sequences):
-    """Memory for the hidden states of so many sequences, as they travel between stages."""
-    length = tensor_parallel.shard_length(run.args.seq_len, run.mesh["tp"])
+    """Memory for the hidden states of so many sequences, as they travel between stages: of this
+    rank's positions, which its neighbours of the pipeline have too."""
+    length = tensor_parallel.shard_length(len(context_positions(run)), run.mesh["tp"])
     return torch.empty(sequences, length, run.model.config.dim, dtype=DTYPES[run.args.dtype],
                        device=run.device)
+
+
+def own_positions(run, batch):
+    """Of each sequence the positions that this rank has under cp; document ids stay whole."""
+    positions = context_positions(run)
+    return batch._replace(tokens=batch.tokens[:, positions], labels=batch.labels[:, positions])
+
+
+def context_positions(run):
+    axis = run.mesh["cp"]
+    return ring_attention.positions_of(axis.rank, axis.size, run.args.seq_len)
 
 
 def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None):
@@ -603,9 +622,9 @@ def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None)
     tokens, labels, document_ids = (None if t is None else t[rows].to(run.device, non_blocking=True)
                                     for t in batch)
     if run.stages:
-        return run.stages.forward(run.model, stage, x, tokens, labels, None, document_ids, seed,
-                                  balance_seed)
-    hidden = run.model(tokens, document_ids=document_ids, balance_seed=balance_seed)
+        return run.stages.forward(run.model, stage, x, tokens, labels, context_positions(run),
+                                  document_ids, seed, balance_seed)
+    hidden = run.model(tokens, context_positions(run), document_ids, balance_seed)
     return run.model.head_loss(hidden, labels, seed)
 
 
@@ -666,6 +685,7 @@ def evaluate(run):
     among the ranks."""
     readers, sums = run.mesh["batch"], torch.zeros(2, dtype=torch.float64, device=run.device)
     for batch in run.validation.in_order(EVAL_SEQUENCES):
+        batch = own_positions(run, batch)
         share, size = -(-len(batch.tokens) // readers.size), run.args.micro_batch_size
         begin, stop = (min(r * share, len(batch.tokens)) for r in (readers.rank, readers.rank + 1))
         starts = range(readers.rank * share, (readers.rank + 1) * share, size)
@@ -946,7 +966,7 @@ def describe(run):
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
         print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
-              f"on meta, {'pipeline, ' * bool(run.stages)}tensor, recompute, "
+              "on meta, pipeline, tensor, context, recompute, "
               f"{'shard, values' if args.zero else 'values, replicate'}, optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
