@@ -95,6 +95,8 @@ def cut_parameters(model, mesh):
     """Keep this rank's part of each parameter of CUTS, labelled; label the others as partial."""
     axis = mesh["tp"]
     for name, whole in list(model.named_parameters()):
+        if mesh.experts_apart and ".experts." in name:
+            continue  # expert_parallel.py's
         short = re.sub(r"^blocks\.\d+\.", "", name)
         label, partial = label_of(whole), ("data", "tp")
         if short in CUTS:
@@ -337,12 +339,14 @@ def parallelize(model, mesh):
     for block in model.blocks.values():
         block.forward = functools.partial(enter_block, sequence, block.forward)
         cut_attention(block.attn, sequence)
-        if block.is_moe:
+        if not block.is_moe:
+            cut_swiglu(block.ffn, sequence)
+            continue
+        block.ffn.sum_over_sequence = functools.partial(all_reduce, axis=axis)
+        if not mesh.experts_apart:
             cut_experts(block.ffn, sequence)
-        else:
-            block.ffn.project = functools.partial(column_parallel, (block.ffn.w1, block.ffn.w3),
-                                                  sequence)
-            block.ffn.w2.forward = functools.partial(row_parallel, block.ffn.w2, sequence)
+        elif block.ffn.shared_experts is not None:
+            cut_swiglu(block.ffn.shared_experts, sequence)
 
     def head_loss(hidden, labels, seed=1.0):
         return VocabParallelCrossEntropy.apply(hidden, model.head_weight(), labels, seed, axis,
@@ -367,6 +371,17 @@ def cut_attention(attn, sequence):
     attn.wo.forward = functools.partial(row_parallel, attn.wo, sequence)
 
 
+def cut_swiglu(ffn, sequence):
+    """A SwiGLU's hidden width cut over tp: x (b, s/tp, d), or (b s/tp, d) as shared experts get it,
+    -> (b, s/tp, d)."""
+    def project(x):
+        mine = shard_length(sequence.length, sequence.axis)
+        x = x.reshape(sequence.batch, mine, x.shape[-1])
+        return column_parallel((ffn.w1, ffn.w3), sequence, x)
+    ffn.project = project
+    ffn.w2.forward = functools.partial(row_parallel, ffn.w2, sequence)
+
+
 def cut_experts(moe, sequence):
     """Every expert's hidden width cut over tp: tokens are gathered, and partial sums reduced."""
     plain = moe.routed
@@ -381,7 +396,6 @@ def cut_experts(moe, sequence):
         out = plain(x, gate_weights, expert_ids)  # (n, d), partial sums
         return reduce_sequence(out.unflatten(0, (sequence.batch, -1)), sequence).flatten(0, 1)
     moe.routed = routed
-    moe.sum_over_sequence = lambda counts: all_reduce(counts, sequence.axis)
 
 
 # ---- how many bytes ----
