@@ -49,8 +49,6 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")  # outermost first: tp's ranks are neigh
 EXPERT_AXES = ("pp", "dp", "efsdp", "ep", "etp")  # the same ranks, for the experts' parameters
 TOGETHER = {"shard": ("fsdp", "cp"), "data": ("dp", "fsdp", "cp"), "batch": ("dp", "fsdp"),
             "world": AXES}  # several axes as one
-EXPERT_LINES = {"efsdp": ("efsdp",), "ep": ("ep",), "etp": ("etp",),
-                "expert_data": ("dp", "efsdp")}  # the last: ranks that hold the same experts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -368,6 +368,15 @@ def max_violation(model):
     return sum(found) / len(found) if found else 0.0
 
 
+def expert_load(model):
+    """The step's tokens of each expert, a list for each MoE layer, as multiples of the mean."""
+    loads = []
+    for layer in moe_layers(model):
+        counts = layer.tokens_per_expert.double()
+        loads.append([round(v, 4) for v in (counts / counts.mean().clamp(min=1e-9)).tolist()])
+    return loads
+
+
 def reset_counts(model):
     """Begin a new step's counts and balance loss."""
     for layer in moe_layers(model):
