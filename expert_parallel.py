@@ -137,15 +137,15 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, weights, copies):
-        ctx.copies = copies
-        if weights is not None:
+        ctx.copies, ctx.weighted = copies, weights is not None
+        if ctx.weighted:
             ctx.save_for_backward(rows, weights)
         return add_up(rows, copies, weights)
 
     @staticmethod
     def backward(ctx, grad):
         grad_rows = grad.index_select(0, ctx.copies.owner)
-        if not ctx.saved_tensors:
+        if not ctx.weighted:
             return grad_rows, None, None
         rows, weights = ctx.saved_tensors
         grad_weights = (grad_rows * rows).sum(-1)
@@ -383,18 +383,18 @@ def bytes_sent(d, slots, sent, received, ep, width=4, wide=4, etp=1, longest=0, 
 
 # ---- demonstration ----
 
-def made(**options):
-    """A MoE layer of 8 experts in float64, the same on every rank."""
+def made(experts=8, **options):
+    """A MoE layer in float64, the same on every rank."""
     from moe import MoE
     torch.manual_seed(0)
-    moe = MoE(16, 12, 8, 1, **{"top_k": 3, **options}).double()
+    moe = MoE(16, 12, experts, 1, **{"top_k": 3, **options}).double()
     for p in moe.parameters():
         nn.init.normal_(p, std=0.3)
     return moe
 
 
-def compare(what, mesh, x, worst, bias=None, plain=False, **options):
-    """A layer cut over the ranks, each with its part of the tokens x (n, d), beside one process:
+def compare(what, mesh, x, worst, bias=None, plain=False, shares=None, **options):
+    """A layer cut over the ranks, each with its share of the tokens x (n, d), beside one process:
     outputs, gradients of tokens and of all parameters. Returns the bytes that this rank sent."""
     cut, alone = made(**options), made(**options)
     for moe in (cut, alone):
@@ -403,7 +403,8 @@ def compare(what, mesh, x, worst, bias=None, plain=False, **options):
     if plain:
         cut.routed = functools.partial(routed_once_per_expert, cut, mesh["ep"])
     torch.manual_seed(1)
-    pull, pieces = torch.randn_like(x), [len(part) for part in x.tensor_split(mesh.world_size)]
+    pull = torch.randn_like(x)
+    pieces = shares or [len(part) for part in x.tensor_split(mesh.world_size)]
     whole, mine = x.clone().requires_grad_(), x.split(pieces)[mesh.rank].clone().requires_grad_()
     ledger.clear()
     out = cut(mine[None])[0]
@@ -411,17 +412,17 @@ def compare(what, mesh, x, worst, bias=None, plain=False, **options):
     sent = ledger.by_axis()
     expected = alone(whole[None])[0]
     expected.backward(pull)
-    pairs = [(out, expected), (mine.grad, whole.grad)]
+    def differ(found, whole, part):
+        return ((found - part).abs().amax() / whole.abs().max()).item() if len(part) else 0.0
     worst[f"{what}: outputs, gradients of tokens"] = max(
-        ((a - b.split(pieces)[mesh.rank]).abs().max() / b.abs().max()).item()
-        for a, b in pairs if len(a)) if len(mine) else 0.0
-    differ = []
+        differ(a, b, b.split(pieces)[mesh.rank]) for a, b in ((out, expected),
+                                                              (mine.grad, whole.grad)))
+    found = []
     for p, q in zip(cut.parameters(), alone.parameters()):
         axis = mesh["edata" if "edata" in label_of(p).partial else "world"]
-        summed = all_reduce(p.grad.contiguous(), axis)
-        part = local_part(q.grad, label_of(p), mesh)
-        differ.append(((summed - part).abs().max() / q.grad.abs().max()).item())
-    worst[f"{what}: gradients of {len(differ)} parameters"] = max(differ)
+        found.append(differ(all_reduce(p.grad.contiguous(), axis), q.grad,
+                            local_part(q.grad, label_of(p), mesh)))
+    worst[f"{what}: gradients of {len(found)} parameters"] = max(found)
     return sum(sent.values())
 
 

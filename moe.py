@@ -106,7 +106,7 @@ def grouped_linear(x, counts, *weights):
 
     x (n, i), counts (e,) int64, weights (e, o, i) each -> a tuple of (n, o).
     """
-    if x.is_cuda and x.dtype == torch.bfloat16 and not any(
+    if len(x) and x.is_cuda and x.dtype == torch.bfloat16 and not any(
             size % 8 for weight in weights for size in weight.shape[1:]):
         ends = counts.cumsum(0).to(torch.int32)
         return tuple(F.grouped_mm(x, weight.transpose(1, 2), offs=ends) for weight in weights)
