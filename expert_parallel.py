@@ -259,7 +259,7 @@ def experts_of_copies(copies, gate_weights, expert_ids, local):
     (c, k'), numbers 0 where there are fewer. gate_weights and expert_ids (n, k)."""
     k, ids = expert_ids.shape[1], expert_ids[copies.owner]  # (c, k)
     here = ids // local == copies.target[:, None]
-    first = (~here).int().argsort(dim=1, stable=True)[:, :min(k, local)]  # (c, k'): those here in front
+    first = (~here).int().argsort(dim=1, stable=True)[:, :min(k, local)]  # (c, k'): those in front
     ids = (ids % local + 1).where(here, 0).gather(1, first)
     places = copies.owner[:, None] * k + first
     return gate_weights.flatten().gather(0, places.flatten()).view_as(places), ids
@@ -344,9 +344,9 @@ def cut_experts(moe, mesh):
     moe.sends = None
 
 
-def send_matrix(sends, axis):
-    """One forward's rows from rank to rank (ep, ep), from all ranks' `sends` of it."""
-    return all_gather(torch.tensor([sends]), axis)
+def send_matrix(sends, axis, device="cpu"):
+    """One forward's rows from rank to rank, a list of ep lists, from all ranks' `sends` of it."""
+    return all_gather(torch.tensor([sends], device=device), axis).tolist()
 
 
 # ---- how many bytes ----
@@ -365,15 +365,23 @@ def expected_copies(config, ep):
     return total / math.comb(c.n_group, c.topk_group)
 
 
-def bytes_sent(d, slots, sent, received, ep, width=4, wide=4, etp=1, longest=0, repeated=False):
-    """Bytes that a rank sends for a MoE layer's forward and backward, over ep and over etp.
+def rows_got(matrix, rank):
+    """Rows that a rank has to work on, its own included."""
+    return sum(row[rank] for row in matrix)
 
-    sent, received: copies to and from other ranks; longest: the most rows that one of the etp ranks
-    has, its own included; slots: k'; width, wide: bytes of a number and of a gate weight. repeated:
-    --recompute full dispatches again, but has no use for what a combine would bring.
+
+def bytes_sent(config, matrix, rank, width=4, wide=4, etp=1, longest=0, repeated=False):
+    """Bytes that a rank of ep sends for a MoE layer's forward and backward, over ep and over etp.
+
+    matrix: the send matrix; longest: the most rows that one of the etp ranks got; width, wide:
+    bytes of a number and of a gate weight. repeated: --recompute full dispatches again, but has no
+    use for what a combine would bring.
     """
-    row, gates, ids = d * width, slots * wide, slots * width
-    again = 1 if repeated else 0
+    ep, again = len(matrix), 1 if repeated else 0
+    slots = min(config.top_k, config.num_experts // ep)
+    row, gates, ids = config.dim * width, slots * wide, slots * width
+    sent = sum(matrix[rank]) - matrix[rank][rank]
+    received = rows_got(matrix, rank) - matrix[rank][rank]
     over_ep = ((1 + again) * (8 * (ep - 1) + sent * (row + gates + ids)) + sent * row
                + received * (2 * row + gates))
     over_etp = (etp - 1) * ((1 + again) * (8 + longest * (row + gates + ids))
@@ -395,11 +403,13 @@ def made(experts=8, **options):
 
 def compare(what, mesh, x, worst, bias=None, plain=False, shares=None, **options):
     """A layer cut over the ranks, each with its share of the tokens x (n, d), beside one process:
-    outputs, gradients of tokens and of all parameters. Returns the bytes that this rank sent."""
+    outputs, gradients of tokens and of all parameters. Returns the bytes that this rank sent, and
+    how many rows it sent to each."""
     cut, alone = made(**options), made(**options)
     for moe in (cut, alone):
         moe.expert_bias += 0 if bias is None else torch.tensor(bias)
     cut_experts(cut, mesh)
+    cut.sends = []
     if plain:
         cut.routed = functools.partial(routed_once_per_expert, cut, mesh["ep"])
     torch.manual_seed(1)
@@ -423,7 +433,7 @@ def compare(what, mesh, x, worst, bias=None, plain=False, shares=None, **options
         found.append(differ(all_reduce(p.grad.contiguous(), axis), q.grad,
                             local_part(q.grad, label_of(p), mesh)))
     worst[f"{what}: gradients of {len(found)} parameters"] = max(found)
-    return sum(sent.values())
+    return sum(sent.values()), cut.sends
 
 
 def follow(rank, mesh, x, worst):
@@ -450,10 +460,11 @@ def follow(rank, mesh, x, worst):
     worst["every expert got its tokens"] = float(due != arrived)
     goes = torch.zeros(8, 4).scatter(1, ids // 2, 1.0)
     worst["the send matrix counts a copy a rank"] = float(
-        matrix.tolist() != goes.view(4, 2, 4).sum(1).tolist())
+        matrix != goes.view(4, 2, 4).sum(1).tolist())
     if rank:
         return
-    print("4 ranks with 2 experts each\ntoken  rank  experts (gate weights)                copies to")
+    print("4 ranks with 2 experts each")
+    print("token  rank  experts (gate weights)                copies to")
     for t, name in enumerate(names):
         chosen = "  ".join(f"{e} ({g:.2f})" for e, g in zip(ids[t].tolist(), gates[t].tolist()))
         print(f"{name:7}{t // 2:<6}{chosen:38}" + " ".join(
@@ -461,7 +472,7 @@ def follow(rank, mesh, x, worst):
     print("experts got  " + "   ".join(
         f"{e}: {''.join(names[round(v * 8)] for v in arrived[e]) or '-'}" for e in range(8)))
     print("send matrix, rows from rank (down) to rank (across):")
-    for r, row in enumerate(matrix.tolist()):
+    for r, row in enumerate(matrix):
         print(f"  {r} " + "".join(f"{n:4}" for n in row))
     result, parts = torch.zeros(16, dtype=torch.float64), []
     for r in sorted(set((ids[0] // 2).tolist())):
@@ -485,8 +496,11 @@ def show(rank, n):
     follow(rank, mesh, x, worst)
     many = torch.randn(64, 16, dtype=torch.float64)
     groups = dict(n_group=4, topk_group=2)
-    once = compare("once a rank", mesh, many, worst, **groups)
-    each = compare("once an expert", mesh, many, worst, plain=True, **groups)
+    once, (sends,) = compare("once a rank", mesh, many, worst, **groups)
+    config = make_config("tiny", ["dim=16", "num_experts=8", "top_k=3"])
+    formula, _ = bytes_sent(config, send_matrix(sends, mesh["ep"]), rank, 8, 8)
+    worst["once a rank: bytes sent are the formula's"] = float(once != formula)
+    each, _ = compare("once an expert", mesh, many, worst, plain=True, **groups)
     compare("all tokens to rank 1", mesh, many, worst, bias=[0, 0, 9, 9, 0, 0, 0, 0], top_k=2)
     compare("one token in all", mesh, many[:1], worst)
     compare("ep 2 x efsdp 2", Mesh(n, rank, fsdp=n, ep=2), many, worst, score_func="softmax")

@@ -2180,8 +2180,8 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
     (["--fsdp", "2"], "does not divide the 1 ranks"), (["--fsdp", "0"], "at least 1"),
     (["--dp", "0"], "at least 1"), (["--check-parity", "--eval-only"], "--eval-only out"),
     (["--collective-timeout", "1e30"], "at most 1e9"), (["--pp-schedule", "zb-v"], "pipeline.py"),
-    (["--cp-method", "ulysses"], "ring_attention.py"), (["--ep", "2"], "ep 2 x etp 1"), (["--ep", "0"], "at least 1"),
-    (["--etp", "2"], "etp must be 1 or tp = 1"),
+    (["--cp-method", "ulysses"], "ring_attention.py"), (["--ep", "2"], "ep 2 x etp 1"),
+    (["--ep", "0"], "at least 1"), (["--etp", "2"], "etp must be 1 or tp = 1"),
     (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
     (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
@@ -3050,12 +3050,10 @@ def _ep_bytes(rank, n, sizes, overrides, recompute, length):
         assert len(layer.sends) == (4 if full else 2)
         for sends in layer.sends[::2 if full else 1]:  # a microbatch's, and its repetition
             matrix = expert_parallel.send_matrix(sends, ep)
-            got = matrix[:, ep.rank].sum()
-            longest = int(collectives.all_gather(got[None], etp).max())
+            got = torch.tensor([expert_parallel.rows_got(matrix, ep.rank)])
             over_ep, over_etp = expert_parallel.bytes_sent(
-                config.dim, min(config.top_k, config.num_experts // ep.size),
-                sum(sends) - sends[ep.rank], int(got) - sends[ep.rank], ep.size, 8, 8, etp.size,
-                longest, full)
+                config, matrix, ep.rank, 8, 8, etp.size,
+                int(collectives.all_gather(got, etp).max()), full)
             formula.update(ep=over_ep, etp=over_etp)
     if mesh["tp"].size > 1:
         over_tp = tensor_parallel.bytes_sent(config, mesh["tp"].size, 3, length, 8, 8, full, True)
