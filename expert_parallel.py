@@ -34,7 +34,7 @@ bytes a gate weight, k' = min(k, experts a rank), forward and backward:
     (etp - 1) (Rmax (4 d w + k' (2 v + w)) + 8)                             over etp = tp
 
 Sources: GShard (arXiv 2006.16668), DeepSeek-V2 (2405.04434, 2.2.2: device-limited routing),
-DeepSeek-V3 (2412.19437, 2.1.2 node-limited routing, 3.2.2 all-to-all), Megatron's MoE (2504.14960).
+DeepSeek-V3 (2412.19437, 2.1.2 node-limited routing, 3.2.2 all-to-all), folding (2504.14960).
 Course: 18:36:24 expert parallelism, 19:01:56 all-to-all dispatch and combine, 19:27:38 expert TP.
 
     python expert_parallel.py            8 tokens to their experts and back on 4 ranks; PASS

@@ -3196,6 +3196,35 @@ def test_ranks_with_the_same_experts_stay_equal_and_hold_a_part_of_all(zero, tra
             assert len(load) == 8 and sum(load) == pytest.approx(8, abs=1e-3)
 
 
+def _ep_shards(rank, n, level, sizes):
+    """Bytes that sharded experts and the rest send by axis beside fsdp's formula, and numbers held
+    beside those of the whole model."""
+    config = make_config("tiny", ["n_layers=3", "vocab_size=61"])
+    mesh, model = collectives.Mesh(n, rank, **sizes), built(config, dtype=torch.float64)
+    whole = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    expert_parallel.parallelize(model, mesh)
+    here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    sharded = fsdp.Sharded(model, mesh, level, torch.float64)
+    collectives.ledger.clear()
+    fsdp.train_steps(model, sharded, torch.randint(61, (1, 2, 2, 16)), steps=1)
+    sent, formula = collectives.ledger.by_axis(), {}
+    for axis in ("shard", "efsdp"):
+        shards = [sum(len(unit.master) for unit in layer if unit.axis.name == axis)
+                  for layer in sharded.layers]
+        formula[axis] = fsdp.bytes_sent(shards, level, 8, mesh[axis].size, 2)
+    mine = sum(master.numel() for name, master in sharded.named_masters() if ".experts." in name)
+    return {axis: sent.get(axis, 0) for axis in formula}, formula, here / whole, mine / whole
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("n, sizes, efsdp", [(4, dict(fsdp=4, ep=2), 2), (2, dict(fsdp=2, ep=2), 1),
+                                             (6, dict(fsdp=6, ep=2), 3)])
+def test_experts_are_sharded_over_efsdp_alone(level, n, sizes, efsdp):
+    for sent, formula, here, mine in ranks(n, _ep_shards, level, sizes):
+        assert sent == formula and sent["shard"] and bool(sent["efsdp"]) == (efsdp > 1)
+        assert here == 1 / 2 and mine == pytest.approx(1 / 2 / efsdp, rel=0.07)
+
+
 def test_stacked_experts_that_do_not_divide_are_cut_along_their_rows():
     cut = torch.empty(4, 6, 5)
     assert [fsdp.cut_dim(cut, n) for n in (1, 2, 4)] == [0, 0, 0]
@@ -3458,7 +3487,8 @@ def _layout_overflow(rank, n, flags):
     return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
 
 
-@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"]])
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"],
+                                    ["--fsdp", "2", "--ep", "2"]])
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
     flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]
     for seen, total in ranks(2, _layout_overflow, flags):
