@@ -539,20 +539,20 @@ def bench(rank, n, rounds, tokens=4096):
         moe(x).backward(pull)
         return ledger.by_axis()["ep"]
     share = sent(ours) / sent(plain)
-    for name, other in (("once per expert", plain), ("all experts on every rank", everywhere)):
+    held, whole = (sum(p.numel() for p in moe.experts.parameters()) for moe in (ours, everywhere))
+    for name, other, beside in (
+            ("once per expert", plain, f"{share:.2f} x its bytes"),
+            ("all experts on every rank", everywhere, f"{held / whole:g} x its experts' memory")):
         ratio, seconds = paired_ratio(lambda: ours(x).backward(pull),
                                       lambda: other(x).backward(pull), rounds)
         if rank == 0:
-            held = sum(p.numel() for p in ours.experts.parameters()) / sum(
-                p.numel() for p in other.experts.parameters())
-            print(f"{n} ranks, {tokens} tokens each: {seconds:.2f} s, {ratio} x {name}"
-                  + (f", with {share:.2f} x its bytes" if other is plain else "")
-                  + f"; parameters of experts a rank {held:g} x", flush=True)
+            print(f"{n} ranks, {tokens} tokens each: {seconds:.2f} s, {ratio} x {name}, with "
+                  f"{beside}", flush=True)
 
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--bench", action="store_true", help="timings instead of checks")
     if flags.parse_args().bench:
-        sys.exit(spawn(bench, 4, 5, timeout=600))
+        sys.exit(spawn(bench, 4, 9, timeout=600))
     sys.exit(spawn(show, 4))
