@@ -52,6 +52,7 @@ import checkpoint
 import collectives
 import data
 import ddp
+import expert_parallel
 import fsdp
 import mla
 import model as model_file
@@ -2183,7 +2184,8 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
     (["--dp", "0"], "at least 1"), (["--check-parity", "--eval-only"], "--eval-only out"),
     (["--collective-timeout", "1e30"], "at most 1e9"), (["--pp-schedule", "zb-v"], "--pp N"),
     (["--cp", "0"], "at least 1"), (["--cp", "2"], "does not divide the 1 ranks"),
-    (["--cp-method", "ulysses"], "--cp N"), (["--ep", "2"], "expert_parallel.py"),
+    (["--cp-method", "ulysses"], "--cp N"), (["--ep", "2"], "ep 2 x etp 1"),
+    (["--ep", "0"], "at least 1"), (["--etp", "2"], "etp must be 1 or tp = 1"),
     (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
     (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
@@ -2801,14 +2803,17 @@ def test_a_block_that_only_some_ranks_use_is_reduced_all_the_same(level):
 
 # ---- tensor parallelism ----
 
-def _tp_pair(config, rank, n):
-    """(cut over n ranks, whole): two models with the same values, norms randomised, float64."""
+def _tp_pair(config, rank, n, mesh=None):
+    """(cut over n ranks, or a mesh, whole): two models with the same values, norms randomised,
+    float64."""
     cut, alone = (built(config, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(3)
     with torch.no_grad():
         for p, q in zip(cut.parameters(), alone.parameters()):
             p.copy_(q.add_(torch.randn_like(q), alpha=0.1))
-    tensor_parallel.parallelize(cut, collectives.Mesh(n, rank, tp=n))
+    mesh = mesh or collectives.Mesh(n, rank, tp=n)
+    tensor_parallel.parallelize(cut, mesh)
+    expert_parallel.parallelize(cut, mesh)
     return cut, alone
 
 
@@ -3307,27 +3312,265 @@ def test_cp_is_checked_before_a_group_forms(train_text, monkeypatch):
     flags = [*_train_flags(train_text), "--cp", "3", "--cp-method", "ulysses"]
     with pytest.raises(ValueError, match="cp=3 does not divide the 4 heads"):
         train.prepare(train.build_parser().parse_args(flags), train.quiet)
+# ---- expert parallelism ----
+
+def _ep_compare(rank, n, sizes, cases):
+    """The demonstration's comparison with one process: case -> largest difference."""
+    mesh, worst = collectives.Mesh(n, rank, **sizes), {}
+    for i, options in enumerate(cases):
+        options = dict(options)
+        torch.manual_seed(i)
+        x = torch.randn(options.pop("tokens", 40), 16, dtype=torch.float64)
+        expert_parallel.compare(str(options), mesh, x, worst, **options)
+    return worst
+
+
+EP_ROUTING = [{}, {"score_func": "softmax", "route_norm": False}, {"plain": True},
+              {"n_group": 4, "topk_group": 2, "route_scale": 2.5, "top_k": 4}, {"top_k": 12},
+              {"top_k": 1, "route_norm": False}]  # else its gate weight is 1 and has no gradient
+
+
+@pytest.mark.parametrize("n, sizes", [
+    (2, dict(fsdp=2, ep=2)), (3, dict(fsdp=3, ep=3)), (4, dict(fsdp=4, ep=4)),
+    (4, dict(fsdp=4, ep=2)), (4, dict(dp=2, fsdp=2, ep=2)), (4, dict(tp=4, ep=4)),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2)), (3, dict(tp=3, etp=1)), (4, dict(cp=2, tp=2, ep=4)),
+    (6, dict(fsdp=2, tp=3, ep=2, etp=3))])
+def test_experts_on_other_ranks_give_the_outputs_and_gradients_of_one_process(n, sizes):
+    """Experts of one rank, of none; all tokens to one rank; one token in all; ranks without any."""
+    top = {"top_k": 2}
+    cases = [c for c in EP_ROUTING if not ("plain" in c and sizes.get("etp", 1) > 1)]
+    cases += [{"bias": [9.0] * 2 + [0.0] * 10, **top}, {"bias": [0.0] * 11 + [-9.0], **top},
+              {"tokens": 1}, {"tokens": 1, **top, "shares": [0] * (n - 1) + [1]},
+              {"tokens": 61, "shares": [60] + [0] * (n - 2) + [1], **top}]
+    for worst in ranks(n, _ep_compare, sizes, [{"experts": 12, **case} for case in cases]):
+        assert len(worst) >= 2 * len({str(c) for c in cases}) - 2
+        assert max(worst.values()) < 1e-12, worst
+
+
+def _ep_bytes(rank, n, sizes, overrides, recompute, length):
+    """The ledger of two microbatches beside the formulas, given what each rank sent."""
+    mesh, config = collectives.Mesh(n, rank, **sizes), make_config("tiny", overrides)
+    model, _ = _tp_pair(config, rank, n, mesh)
+    apply_recompute(model, recompute)
+    layers = moe.moe_layers(model)
+    tokens = torch.randint(config.vocab_size, (2, n, 3, length))[:, rank // mesh["tp"].size]
+    found, formula = collections.Counter(), collections.Counter()
+    ep, etp, full = mesh["ep"], mesh["etp"], recompute == "full"
+    for layer in layers:
+        layer.sends = []
+    for rows in tokens:
+        collectives.ledger.clear()
+        model.head_loss(model(rows, balance_seed=1.0), rows).backward()
+        found.update(collectives.ledger.by_axis())
+    for layer in layers:
+        assert len(layer.sends) == (4 if full else 2)
+        for sends in layer.sends[::2 if full else 1]:  # a microbatch's, and its repetition
+            matrix = expert_parallel.send_matrix(sends, ep)
+            got = torch.tensor([expert_parallel.rows_got(matrix, ep.rank)])
+            over_ep, over_etp = expert_parallel.bytes_sent(
+                config, matrix, ep.rank, 8, 8, etp.size,
+                int(collectives.all_gather(got, etp).max()), full)
+            formula.update(ep=over_ep, etp=over_etp)
+    if mesh["tp"].size > 1:
+        over_tp = tensor_parallel.bytes_sent(config, mesh["tp"].size, 3, length, 8, 8, full, True)
+        over_tp.pop("gradients")
+        formula["tp"] = 2 * sum(over_tp.values())
+    return +found, +formula
+
+
+@pytest.mark.parametrize("n, sizes, overrides, recompute", [
+    (4, dict(fsdp=4, ep=4), [], "none"), (3, dict(fsdp=3, ep=3), ["num_experts=6"], "full"),
+    (4, dict(tp=4, ep=2), ["top_k=6"], "full"),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2), ["num_shared_experts=0"], "selective"),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2), [], "full"), (2, dict(tp=2, etp=1), [], "full")])
+def test_ep_sends_the_bytes_of_the_formula(n, sizes, overrides, recompute):
+    for found, formula in ranks(n, _ep_bytes, sizes, overrides, recompute, 7):
+        assert found == formula and found
+
+
+def _ep_v3_routing(rank, n):
+    """Bytes of DeepSeek-V3's routing at random scores, once a rank and once an expert."""
+    mesh, sent = collectives.Mesh(n, rank, fsdp=n, ep=n), []
+    x = torch.randn(1, 48, 1024, generator=torch.Generator().manual_seed(rank))
+    for plain in (False, True):
+        layer = moe.MoE(1024, 4, 256, top_k=8, n_group=8, topk_group=4)
+        torch.nn.init.normal_(layer.router.weight, std=0.02)
+        expert_parallel.cut_experts(layer, mesh)
+        if plain:
+            layer.routed = functools.partial(expert_parallel.routed_once_per_expert, layer,
+                                             mesh["ep"])
+        layer.sends = []
+        collectives.ledger.clear()
+        layer(x.clone().requires_grad_()).sum().backward()
+        sent.append(collectives.ledger.by_axis()["ep"])
+    return sent
+
+
+def test_v3s_routing_once_a_rank_is_about_half_of_once_an_expert():
+    """Everything that travels counts: numbers of rows, gate weights, numbers of experts."""
+    once, each = map(sum, zip(*ranks(8, _ep_v3_routing, timeout=120)))
+    assert 0.4 < once / each < 0.55, once / each
+
+
+@pytest.mark.parametrize("name, ep, changes, published", [
+    ("deepseek-v3", 8, {}, 3.629), ("deepseek-v3", 8, dict(n_group=1, topk_group=1), 5.295),
+    ("deepseek-v3", 64, dict(n_group=1, topk_group=1), 7.676), ("deepseek-v2", 8, {}, 2.770),
+    ("deepseek-v2", 8, dict(n_group=1, topk_group=1), 4.459)])
+def test_expected_copies_have_the_golden_values(name, ep, changes, published):
+    config = dataclasses.replace(PRESETS[name], **changes)
+    assert expert_parallel.expected_copies(config, ep) == pytest.approx(published, abs=5e-4)
+
+
+@pytest.mark.parametrize("groups, kept, ep", [(1, 1, 3), (4, 2, 2), (4, 2, 4), (4, 3, 6), (2, 1, 6),
+                                              (6, 3, 4)])
+def test_expected_copies_equal_counting_every_choice(groups, kept, ep):
+    config = make_config("tiny", ["num_experts=12", f"n_group={groups}", f"topk_group={kept}",
+                                  "top_k=3"])
+    size, seen = 12 // groups, []
+    for chosen in itertools.combinations(range(groups), kept):
+        reach = [e for e in range(12) if e // size in chosen]
+        seen += [len({e // (12 // ep) for e in experts})
+                 for experts in itertools.combinations(reach, 3)]
+    assert expert_parallel.expected_copies(config, ep) == pytest.approx(sum(seen) / len(seen))
+
+
+def _ep_sequence(rank, n):
+    """What happens when, and everything that a second identical run computes."""
+    runs = []
+    for _ in range(2):
+        said, layer = [], expert_parallel.made()
+        expert_parallel.cut_experts(layer, collectives.Mesh(n, rank, fsdp=n, ep=n))
+        plain, land = layer.shared_experts.forward, expert_parallel.Trip.land
+
+        def shared(x):
+            out = plain(x)
+            said.append("shared")
+            out.register_hook(lambda grad: said.append("shared"))
+            return out
+        layer.shared_experts.forward = shared
+        watched = unittest.mock.patch.multiple(
+            expert_parallel, pack=lambda *a: said.append("sent") or pack(*a))
+        pack = expert_parallel.pack
+        with watched, unittest.mock.patch.object(
+                expert_parallel.Trip, "land", lambda trip: said.append("here") or land(trip)):
+            x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(rank)).double()
+            out = layer(x)
+            out.square().sum().backward()
+        runs.append((said, [out, *(p.grad for p in layer.parameters())]))
+    same = all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1]))
+    return runs[0][0], same
+
+
+def test_shared_experts_compute_while_tokens_travel_and_runs_repeat_bit_for_bit():
+    for said, same in ranks(4, _ep_sequence):
+        assert said == ["sent", "shared", "here"] * 2 and same
+
+
+@pytest.mark.parametrize("ep, etp, overrides, words", [
+    (3, 1, [], "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
+    (16, 1, [], "use 1, 2, 4 or 8"), (2, 1, ["num_experts=0"], "no experts.*use ep=1"),
+    (2, 1, ["n_dense_layers=4"], "no experts"), (2, 4, ["moe_inter_dim=5"], "moe_inter_dim=5")])
+def test_what_ep_can_not_cut_is_refused_with_the_legal_values(ep, etp, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        expert_parallel.check(make_config("tiny", overrides), ep, etp)
+
+
+def test_a_carving_that_does_not_fit_is_refused_with_the_legal_ones():
+    with pytest.raises(ValueError, match="with etp 1 use ep 1, 2, 4 or 8; with etp 2 use ep 1, 2 "
+                                         "or 4"):
+        collectives.mesh_sizes(8, fsdp=4, tp=2, ep=3)
+
+
+def _ep_equal(rank, n, flags):
+    """After some AdamW steps: what this rank holds, by name, and whom it shares it with."""
+    run = train.build(*_layout_plan(rank, n, flags), train.quiet)
+    for _ in range(6):
+        found = train.train_step(run)
+    held = {name: master.detach().clone() for name, master in run.owner.named_masters()}
+    biases = [layer.expert_bias.clone() for layer in moe.moe_layers(run.model)]
+    return held, biases, found
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_ranks_with_the_same_experts_stay_equal_and_hold_a_part_of_all(zero, train_text):
+    """dp 2 x fsdp 2 with ep 2: ranks 0 and 2 have the first half of the experts. With zero 1 those
+    are whole, since efsdp is 1."""
+    flags = [*_layout_flags(train_text), "--dtype", "fp32", "--steps", "9", "--dp", "2", "--fsdp",
+             "2", "--ep", "2", "--zero", zero, "--log-every", "3"]
+    answers = ranks(4, _ep_equal, flags)
+    alone, biases, found = ranks(1, _ep_equal, [*flags[:-10], "--log-every", "3"])[0]
+    assert sum(".experts." in name for name in alone) == 9
+    for name, whole in alone.items():
+        parts = [held[name] for held, *_ in answers]
+        assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
+        if ".experts." in name:
+            assert parts[0].numel() * 2 == whole.numel() and not torch.equal(parts[0], parts[1])
+    for _, ours, metrics in answers:
+        assert all(torch.equal(a, b) for a, b in zip(ours, biases))
+        assert metrics["expert_load"] == found["expert_load"] and len(found["expert_load"]) == 3
+        for load in metrics["expert_load"]:
+            assert len(load) == 8 and sum(load) == pytest.approx(8, abs=1e-3)
+
+
+def _ep_shards(rank, n, level, sizes):
+    """Bytes that sharded experts and the rest send by axis beside fsdp's formula, and numbers held
+    beside those of the whole model."""
+    config = make_config("tiny", ["n_layers=3", "vocab_size=61"])
+    mesh, model = collectives.Mesh(n, rank, **sizes), built(config, dtype=torch.float64)
+    whole = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    expert_parallel.parallelize(model, mesh)
+    here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    sharded = fsdp.Sharded(model, mesh, level, torch.float64)
+    collectives.ledger.clear()
+    fsdp.train_steps(model, sharded, torch.randint(61, (1, 2, 2, 16)), steps=1)
+    sent, formula = collectives.ledger.by_axis(), {}
+    for axis in ("shard", "efsdp"):
+        shards = [sum(len(unit.master) for unit in layer if unit.axis.name == axis)
+                  for layer in sharded.layers]
+        formula[axis] = fsdp.bytes_sent(shards, level, 8, mesh[axis].size, 2)
+    mine = sum(master.numel() for name, master in sharded.named_masters() if ".experts." in name)
+    return {axis: sent.get(axis, 0) for axis in formula}, formula, here / whole, mine / whole
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("n, sizes, efsdp", [(4, dict(fsdp=4, ep=2), 2), (2, dict(fsdp=2, ep=2), 1),
+                                             (6, dict(fsdp=6, ep=2), 3)])
+def test_experts_are_sharded_over_efsdp_alone(level, n, sizes, efsdp):
+    for sent, formula, here, mine in ranks(n, _ep_shards, level, sizes):
+        assert sent == formula and sent["shard"] and bool(sent["efsdp"]) == (efsdp > 1)
+        assert here == 1 / 2 and mine == pytest.approx(1 / 2 / efsdp, rel=0.07)
+
+
+def test_stacked_experts_that_do_not_divide_are_cut_along_their_rows():
+    cut = torch.empty(4, 6, 5)
+    assert [fsdp.cut_dim(cut, n) for n in (1, 2, 4)] == [0, 0, 0]
+    assert [fsdp.cut_dim(cut, n) for n in (3, 5, 8)] == [1, 1, 1]
+    assert fsdp.cut_dim(torch.empty(4, 6), 3) == 0
 
 
 # ---- any layout is the same run ----
 
 def legal_layouts(world_size):
     """Every layout of that many ranks, axis -> size and level; each technique adds its own."""
-    for cp, tp, fsdp_size in itertools.product(range(1, world_size + 1), repeat=3):
+    for cp, tp, fsdp_size in itertools.product(collectives.divisors(world_size), repeat=3):
         if world_size % (cp * tp * fsdp_size) == 0:
-            for zero in range(4):
-                yield {"dp": world_size // (cp * tp * fsdp_size), "fsdp": fsdp_size, "cp": cp,
-                       "tp": tp, "zero": zero}
+            for etp in sorted({1, tp}):
+                for ep in collectives.divisors(fsdp_size * cp * tp // etp):
+                    for zero in range(4):
+                        yield {"dp": world_size // (cp * tp * fsdp_size), "fsdp": fsdp_size,
+                               "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero}
 
 
 SETTINGS = {"--model": ["tiny", "tiny-dense"], "--micro-batch-size": ["12", "1"],
             "--recompute": ["none", "full", "selective"], "--optimizer": ["sgd", "adamw"]}
 
 
-def _layout_shapes(model, cp, tp, choose):
+def _layout_shapes(model, layout, choose):
     """A model's shapes, what is given with --cp, and a length of sequences for one case, chosen
     among those that matter: vocabularies and sequences that do not divide, key/value heads,
-    latents, tied embeddings."""
+    latents, tied embeddings, numbers of experts that efsdp divides or not, every kind of routing.
+    """
+    cp, tp = layout["cp"], layout["tp"]
     heads = 6 if tp % 3 == 0 else 4
     fields = {"n_heads": heads, "vocab_size": choose([259, 512]),
               "tie_embeddings": choose(["false", "true"])}
@@ -3336,21 +3579,26 @@ def _layout_shapes(model, cp, tp, choose):
                                        and (g % tp == 0 or tp % g == 0)])
     else:
         fields["q_lora_rank"] = choose([32, 0])
+        fields.update(num_experts=choose([6, 12]) if layout["ep"] % 3 == 0 else choose([4, 8]),
+                      **choose([{}, {"score_func": "softmax", "aux_loss_coeff": 0.01},
+                                {"n_group": 2, "topk_group": 1, "bias_update_speed": 0.01}]))
     methods = ["ring", "allgather"] + ["ulysses"] * (heads // tp % cp == 0) if cp > 1 else ["ring"]
     return choose([16, 15, 7]), fields, choose(methods), choose([True, False, False])
 
 
 def _layout_cases(everything):
     """(world_size, flags): every layout of 1, 2, 3, 4 and 6 ranks with every setting, and shapes
-    that vary from case to case; or a fixed sample in which every pair comes of kind of layout,
-    number of ranks, setting and shape."""
+    that vary from case to case; or a fixed sample in which every pair comes of sizes of axes (those
+    of 3 and more as one), settings and shapes."""
     cases = {}  # (world_size, flags) -> its settings
     for world_size in (1, 2, 3, 4, 6):
         for layout in legal_layouts(world_size):
             for chosen in itertools.product(*SETTINGS.values()):
+                apart = layout["ep"] > 1 or layout["etp"] < layout["tp"]
+                if apart and chosen[0] == "tiny-dense":
+                    continue  # has no experts
                 choose = random.Random(f"{layout} {chosen}").choice
-                length, fields, method, isolated = _layout_shapes(chosen[0], layout["cp"],
-                                                                  layout["tp"], choose)
+                length, fields, method, isolated = _layout_shapes(chosen[0], layout, choose)
                 micro = "12" if chosen[1] == "12" else str(max(
                     12 // (layout["dp"] * layout["fsdp"]) // 4, 1))
                 words = [*layout.items(), *zip(SETTINGS, chosen), ("seq-len", length),
@@ -3359,10 +3607,11 @@ def _layout_cases(everything):
                          for word in ("--" + name.removeprefix("--"), str(value))]
                 flags += ["--override", *(f"{k}={v}" for k, v in fields.items())]
                 flags += ["--isolate-documents"] * isolated
-                kind = tuple(layout[axis] > 1 for axis in ("dp", "fsdp", "cp", "tp"))
                 cases[world_size, tuple(flags)] = (
-                    world_size, kind, layout["cp"], method, isolated, layout["tp"],
-                    layout["zero"], *chosen, length,
+                    *(min(layout[axis], 3) for axis in ("dp", "fsdp", "cp", "tp", "ep")), method,
+                    isolated, (apart, layout["etp"] == 1), layout["zero"], *chosen, length,
+                    fields.get("num_experts"), str([fields.get("n_group"),
+                                                    fields.get("score_func")]),
                     fields["vocab_size"], fields["tie_embeddings"],
                     fields.get("n_kv_heads"), fields.get("q_lora_rank"))
     return list(cases) if everything else _layout_sample(cases)
@@ -3467,6 +3716,13 @@ def _layout_broken(rank, n, flags, how):
         ring_attention.sum_over_cp = lambda axis, sum_here, counts: sum_here(counts)
     if how == "positions begin anew on every rank":
         train.token_loss = functools.partial(_layout_local_positions, train.token_loss)
+    plain_arrange = expert_parallel.arrange
+    if how == "a token is lost":
+        expert_parallel.arrange = lambda goes: plain_arrange(
+            goes & (torch.arange(len(goes)) > 0)[:, None] if rank else goes)
+    plain_axis = fsdp._axis_name
+    if how == "experts are summed over all":
+        fsdp._axis_name = lambda p: "shard"
     try:
         return _layout_parity(rank, n, flags)
     finally:
@@ -3475,6 +3731,7 @@ def _layout_broken(rank, n, flags, how):
         train.sum_over_ranks, ring_attention.sum_over_cp = plain_step, plain_counts
         train.context_positions = plain_positions
         train.token_loss = getattr(train.token_loss, "args", [train.token_loss])[0]
+        expert_parallel.arrange, fsdp._axis_name = plain_arrange, plain_axis
 
 
 def _layout_local_positions(token_loss, run, batch, *args):
@@ -3488,7 +3745,10 @@ def _layout_local_positions(token_loss, run, batch, *args):
                                          ("the loss is off by 3e-9", ["--dp", "2"]),
                                          ("partial gradients are left so", ["--tp", "2"]),
                                          ("balance losses see a chunk", ["--cp", "2"]),
-                                         ("positions begin anew on every rank", ["--cp", "2"])])
+                                         ("positions begin anew on every rank", ["--cp", "2"]),
+                                         ("a token is lost", ["--fsdp", "2", "--ep", "2"]),
+                                         ("experts are summed over all", ["--fsdp", "2", "--ep",
+                                                                          "2"])])
 def test_a_wrong_layout_is_found(how, layout, train_text):
     flags = [*_train_flags(train_text), "--batch-size", "4", *layout]
     answers = ranks(2, _layout_broken, flags, how)
@@ -3516,7 +3776,10 @@ CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (4, ["--fsdp", "4", "--zero", "1"]), (2, ["--tp", "2"]),
                       (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"]),
                       (3, ["--cp", "3", "--zero", "2"]),
-                      (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses"])]
+                      (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses"]),
+                      (4, ["--fsdp", "4", "--ep", "4"]),
+                      (4, ["--tp", "2", "--fsdp", "2", "--ep", "2", "--etp", "2", "--zero", "1"]),
+                      (4, ["--dp", "2", "--tp", "2", "--ep", "2", "--zero", "0"])]
 
 
 @pytest.fixture(scope="module")
@@ -3564,7 +3827,9 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_r
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
                                     ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"],
                                     ["--tp", "2"], ["--tp", "2", "--zero", "3"],
-                                    ["--cp", "2"]])
+                                    ["--cp", "2"],
+                                    ["--fsdp", "2", "--ep", "2"],
+                                    ["--tp", "2", "--ep", "2", "--zero", "0"]])
 def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
     flags = [*_layout_flags(train_text), "--steps", "4", "--dtype", dtype]
@@ -3593,7 +3858,8 @@ def _layout_overflow(rank, n, flags):
     return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
 
 
-@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"], ["--cp", "2"]])
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"], ["--cp", "2"],
+                                    ["--fsdp", "2", "--ep", "2"]])
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
     flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]
     for seen, total in ranks(2, _layout_overflow, flags):
