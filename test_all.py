@@ -58,6 +58,7 @@ import mla
 import model as model_file
 import moe
 import optim
+import pipeline
 import ring_attention
 import rope
 import tensor_parallel
@@ -3541,6 +3542,31 @@ def test_experts_are_sharded_over_efsdp_alone(level, n, sizes, efsdp):
         assert here == 1 / 2 and mine == pytest.approx(1 / 2 / efsdp, rel=0.07)
 
 
+def _ep_waiting(rank, n):
+    """Gradients of experts on other ranks that waited beside those that did not: how many waited,
+    how much draining sent, the largest difference."""
+    layers = [expert_parallel.made() for _ in range(2)]
+    x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(rank)).double()
+    mesh, queue = collectives.Mesh(n, rank, fsdp=n, ep=n), []
+    for layer in layers:
+        expert_parallel.cut_experts(layer, mesh)
+    pipeline.let_weights_wait(layers[0])
+    with collectives.weights_wait(queue):
+        layers[0](x).square().sum().backward()
+    waited = [p.grad is None for p in layers[0].experts.parameters()]
+    collectives.ledger.clear()
+    collectives.drain(queue)
+    sent = collectives.ledger.by_axis()
+    layers[1](x).square().sum().backward()
+    return waited, sent, max(map(collectives.difference, *(
+        [p.grad for p in layer.parameters()] for layer in layers)))
+
+
+def test_experts_on_other_ranks_leave_their_weight_gradients_for_later_and_those_send_nothing():
+    for waited, sent, difference in ranks(2, _ep_waiting):
+        assert waited == [True] * 3 and not sent and difference < 1e-13
+
+
 def test_stacked_experts_that_do_not_divide_are_cut_along_their_rows():
     cut = torch.empty(4, 6, 5)
     assert [fsdp.cut_dim(cut, n) for n in (1, 2, 4)] == [0, 0, 0]
@@ -3663,6 +3689,22 @@ def test_any_layout_is_the_same_run(layout_case, train_text):
     assert answers[0][1][-1] == "PASS" and len(answers[0][1]) >= 6
 
 
+@pytest.mark.parametrize("n, more", [
+    (4, "--pp 2 --cp 2 --pp-schedule zb-h1 --seq-len 7 --zero 3"),
+    (4, "--pp 2 --cp 2 --pp-schedule zb-v --isolate-documents --recompute full"),
+    (4, "--pp 2 --cp 2 --pp-schedule interleaved --virtual-stages 2 --cp-method ulysses"),
+    (4, "--pp 2 --fsdp 2 --ep 2 --pp-schedule dualpipe-v --recompute full"),
+    (4, "--pp 2 --tp 2 --ep 2 --pp-schedule zb-h1 --recompute selective"),
+    (4, "--pp 2 --cp 2 --ep 2 --pp-schedule zb-v --zero 2"),
+    (6, "--pp 2 --cp 3 --ep 3 --override num_experts=6"),
+    (8, "--pp 2 --cp 2 --tp 2 --ep 2 --etp 2 --pp-schedule zb-v --seq-len 7")])
+def test_pipelines_of_cut_sequences_and_of_experts_are_the_same_run(n, more, train_text):
+    flags = [*_train_flags(train_text), "--seq-len", "16", "--batch-size", "8",
+             "--micro-batch-size", "1", *more.split()]
+    answers = ranks(n, _layout_parity, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
 def _layout_in_order(rank, n, flags):
     """check_parity of a layout in which cp's ranks hold one stretch of each sequence."""
     whole, positions = ring_attention.parallelize, ring_attention.positions_of
@@ -3779,7 +3821,8 @@ CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses"]),
                       (4, ["--fsdp", "4", "--ep", "4"]),
                       (4, ["--tp", "2", "--fsdp", "2", "--ep", "2", "--etp", "2", "--zero", "1"]),
-                      (4, ["--dp", "2", "--tp", "2", "--ep", "2", "--zero", "0"])]
+                      (4, ["--dp", "2", "--tp", "2", "--ep", "2", "--zero", "0"]),
+                      (4, ["--pp", "2", "--cp", "2", "--ep", "2", "--pp-schedule", "zb-v"])]
 
 
 @pytest.fixture(scope="module")
