@@ -873,11 +873,11 @@ def bench_rest(rank, n, m, seconds):
 class TorchStage(nn.Module):
     """A stage of our model as torch.distributed.pipelining wants it."""
 
-    def __init__(self, model, names, first, last):
+    def __init__(self, model, names, first, last, splits):
         super().__init__()
         self.blocks = nn.ModuleDict({name: model.blocks[name] for name in names})
         self.embed, self.norm = model.embed if first else None, model.norm if last else None
-        self.head, self.whole = model.head if last else None, [model]
+        self.head, self.whole, self.splits = model.head if last else None, [model], splits
 
     def forward(self, x):
         x = x if self.embed is None else self.embed(x)
@@ -885,7 +885,14 @@ class TorchStage(nn.Module):
         table = self.whole[0].rope_table(positions, x.dtype)
         for block in self.blocks.values():
             x = block(x, table, None, 0.0, positions)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return self.head(x) if self.splits and self.norm is not None else x
+
+
+def split_loss(logits, labels):
+    """torch goes through a stage's graph twice, for I and for W, which the chunked loss of model.py
+    does not allow: these schedules get the plain one."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def torchs_schedule(name, model, stages, m):
@@ -893,14 +900,14 @@ def torchs_schedule(name, model, stages, m):
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
     parts = [pipelining.PipelineStage(
-        TorchStage(model, stages.blocks[s], s == 0, s == stages.last), s, stages.last + 1,
-        torch.device("cpu")) for s in stages.stages]
+        TorchStage(model, stages.blocks[s], s == 0, s == stages.last, name in SPLIT_BACKWARD), s,
+        stages.last + 1, torch.device("cpu")) for s in stages.stages]
     kind = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved":
             "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
             "zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}[name]
     kind = getattr(schedules, kind, None)
-    return kind and kind(parts[0] if name in ("gpipe", "1f1b") else parts, m,
-                         loss_fn=model.head_loss, scale_grads=False)
+    return kind and kind(parts[0] if name in ("gpipe", "1f1b") else parts, m, loss_fn=(
+        split_loss if name in SPLIT_BACKWARD else model.head_loss), scale_grads=False)
 
 
 def bench(rank, n, rounds, m=8):

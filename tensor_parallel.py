@@ -412,12 +412,14 @@ def cut_experts(moe, sequence):
 
 # ---- how many bytes ----
 
-def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False, experts_apart=False):
+def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False, deferred=False,
+               experts_apart=False):
     """Bytes that each of n tp ranks sends for a microbatch, forward and backward: a dict by part of
     the model, padding of the sequence included, and "gradients", once a step.
 
     width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full runs
     each block's forward again, but for its last reduce-scatter, of whose result nothing is needed.
+    deferred: a pipeline's W gathers again what layers that are cut by columns have read.
     experts_apart: they have axes of their own, so that tp moves the shared experts' tokens alone.
     """
     c, part = config, -(-length // n)
@@ -428,13 +430,16 @@ def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False, expert
     if experts_apart:  # whose combine comes last
         moe, ids, last = (2 * d if c.num_shared_experts else 0), 0, 0
     balanced = bool(c.seq_balance_coeff or c.aux_loss_coeff)
-    again = 1 if repeated else 0
+    again, later = int(repeated), d * deferred
+    moe_later = later if experts_apart and c.num_shared_experts else 0  # else tokens are at hand
     sent = {
         "embedding": share * 2 * d,
-        "attention": share * c.n_layers * attention * (2 + again),
-        "dense FFN": share * (c.n_layers - moe_layers) * (4 * d + again * d),
-        "MoE": moe_layers * (share * (2 * moe + ids + again * (moe - last + ids)) + balanced * 2
-                             * (n - 1) * -(-batch * (c.num_experts + 1) // n) * wide),
+        "attention": share * c.n_layers * (attention * (2 + again)
+                                           + (0 if c.q_lora_rank else later)),
+        "dense FFN": share * (c.n_layers - moe_layers) * (4 * d + again * d + later),
+        "MoE": moe_layers * (share * (2 * moe + ids + again * (moe - last + ids) + moe_later)
+                             + balanced * 2 * (n - 1) * -(-batch * (c.num_experts + 1) // n)
+                             * wide),
         "head": share * (2 * d + 2 * n * wide)}
     norms = 2 * c.dim + (c.q_lora_rank + c.kv_lora_rank if c.is_mla else 0)
     latents = c.dim * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) if c.is_mla else 0

@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import graphlib
 import importlib
 import itertools
 import json
@@ -32,10 +33,12 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import unittest.mock
 import weakref
+import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -2818,7 +2821,7 @@ def _tp_pair(config, rank, n, mesh=None):
     return cut, alone
 
 
-def _tp_bytes(rank, n, config, recompute, length):
+def _tp_bytes(rank, n, config, recompute, length, deferred):
     """The ledger's tp bytes of two microbatches of a step, and the formula's."""
     mesh = collectives.Mesh(n, rank, tp=n)
     cut, _ = _tp_pair(config, rank, n)
@@ -2826,20 +2829,27 @@ def _tp_bytes(rank, n, config, recompute, length):
     tokens = torch.randint(config.vocab_size, (3, length))
     collectives.ledger.clear()
     for _ in range(2):
-        cut.head_loss(cut(tokens, balance_seed=1.0), tokens).backward()
+        loss, queue = cut.head_loss(cut(tokens, balance_seed=1.0), tokens), []
+        with collectives.weights_wait(queue) if deferred else contextlib.nullcontext():
+            loss.backward()
+        assert bool(queue) == deferred
+        collectives.drain(queue)
     tensor_parallel.sum_partial_gradients(list(cut.parameters()), mesh["tp"])
-    formula = tensor_parallel.bytes_sent(config, n, 3, length, 8, 8, recompute == "full")
+    formula = tensor_parallel.bytes_sent(config, n, 3, length, 8, 8, recompute == "full",
+                                         deferred)
     gradients = formula.pop("gradients")
     return collectives.ledger.by_axis()["tp"], 2 * sum(formula.values()) + gradients
 
 
-@pytest.mark.parametrize("n, length, recompute", [(2, 16, "none"), (2, 15, "full"), (4, 9, "full"),
-                                                  (4, 16, "selective")])
+@pytest.mark.parametrize("n, length, recompute, deferred", [
+    (2, 16, "none", False), (2, 15, "full", False), (4, 9, "full", True),
+    (4, 16, "selective", False), (2, 13, "none", True)])
 @pytest.mark.parametrize("model, overrides", [
     ("tiny", []), ("tiny", ["q_lora_rank=0", "vocab_size=259", "seq_balance_coeff=0"]),
     ("tiny-dense", []), ("tiny-dense", ["n_kv_heads=1", "tie_embeddings=true"])])
-def test_tp_sends_the_bytes_of_the_formula(n, length, recompute, model, overrides):
-    for sent, formula in ranks(n, _tp_bytes, make_config(model, overrides), recompute, length):
+def test_tp_sends_the_bytes_of_the_formula(n, length, recompute, deferred, model, overrides):
+    config = make_config(model, overrides)
+    for sent, formula in ranks(n, _tp_bytes, config, recompute, length, deferred):
         assert sent == formula
 
 
@@ -3001,6 +3011,472 @@ def test_tp_is_in_the_table_of_cuts_and_nothing_else_is():
                for n in whole)
 
 
+# ---- pipeline.py ----
+
+PIPELINES = [(name, 1) for name in pipeline.SCHEDULES] + [("interleaved", 2)]
+
+
+def _pipe_graph(lists, placement, costs, latency=0.0):
+    """Spans of all actions by the definition of the graph: single action (kind, stage, microbatch)
+    -> (rank, start, end), each beginning when the one before it on its rank and those that it
+    depends on have ended. KeyError for a missing action, graphlib.CycleError for a circle."""
+    last, rank_of, before = len(placement) - 1, {}, {}
+    for rank, actions in enumerate(lists):
+        previous = None
+        for action in actions:
+            key = action.kind, action.stage, action.microbatch
+            rank_of[key], before[key] = rank, [previous] if previous else []
+            previous = key
+    ended = {("B" if kind == "I" else kind, *place): (kind, *place)
+             for kind, *place in before if kind != "W"}
+    for (kind, stage, i), wanted in before.items():
+        if kind == "F" and stage > 0:
+            wanted.append(ended["F", stage - 1, i])
+        if kind in "BI":
+            wanted.append(ended["F", stage, i])
+            wanted += [ended["B", stage + 1, i]] if stage < last else []
+        if kind == "W":
+            wanted.append(("I", stage, i) if ("I", stage, i) in before else ("missing",))
+    spans = {}
+    for key in graphlib.TopologicalSorter(before).static_order():
+        rank, kind = rank_of[key], key[0]
+        start = max([spans[w][2] + latency * (spans[w][0] != rank) for w in before[key]],
+                    default=0.0)
+        spans[key] = rank, start, start + costs[kind]
+    return spans
+
+
+def _pipe_held(spans, rank):
+    """The most microbatches between the beginning of their F and the end of their B or W, from the
+    spans alone."""
+    changes = []
+    for (kind, stage, i), (at, start, end) in spans.items():
+        if at == rank and kind == "F":
+            back = spans.get(("W", stage, i)) or spans["B", stage, i]
+            changes += [(start, 1), (back[2], -1)]
+    return max(itertools.accumulate(step for _, step in sorted(changes)))
+
+
+def _pipe_cases(p, most=64):
+    """(schedule, m, stages a rank) that are legal for p ranks."""
+    for m in sorted({1, 2, 3, p - 1, p, 2 * p - 2, 2 * p - 1, 2 * p, 3 * p, 4 * p + 1,
+                     most // p * p, most} - {0}):
+        for name, virtual in [*PIPELINES, ("interleaved", 4)]:
+            legal = {"interleaved": m % p == 0, "dualpipe-v": m >= 2 * p}.get(name, True)
+            if m <= most and legal:
+                yield name, m, virtual
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_schedules_take_the_time_and_memory_of_the_closed_forms_and_of_the_graph(p):
+    for name, m, virtual in _pipe_cases(p):
+        lists, placement = pipeline.make_schedule(name, p, m, virtual)
+        pipeline.validate(lists, placement, m)
+        v = len(placement) // p
+        one = {kind: 1 / v for kind in "FIW"}
+        found = pipeline.predict(lists, placement, one)
+        spans = _pipe_graph([pipeline.singles(x) for x in lists], placement, {**one, "B": 2 / v})
+        case = name, m, virtual
+        assert found["makespan"] == pytest.approx(max(end for *_, end in spans.values())), case
+        assert found["peak"] == [_pipe_held(spans, r) for r in range(p)], case
+        held = [pipeline.peak(actions, until="I") for actions in lists]
+        if name in ("gpipe", "1f1b", "interleaved", "zb-h1") and m >= p:
+            bubble = (p - 1) * {"interleaved": 3 / virtual, "zb-h1": 1}.get(name, 3)
+            assert found["makespan"] == pytest.approx(3 * m + bubble), case
+        if name == "gpipe":
+            assert found["peak"] == [m] * p
+        if name == "1f1b":
+            assert found["peak"] == [min(p - r, m) for r in range(p)]
+        if name == "interleaved" and m > p:
+            assert held[0] == min(virtual * p + p - 1, virtual * m), case
+        if name == "zb-h1":
+            assert held == [min(p - r, m) for r in range(p)] and max(found["peak"]) == min(p, m)
+        if name == "zb-v" and m >= 2 * p - 1:
+            assert found["makespan"] == pytest.approx(3 * m + (p - 1) / 2), case
+            assert found["peak"] == [2 * p] * p and max(found["idle"]) < 1e-9, case
+        if name == "dualpipe-v":
+            assert found["makespan"] == pytest.approx(3 * m + (p - 1) / 2), case
+            assert found["peak"] == [2 * p + 1] * p, case
+            pairs = pipeline.predict(lists, placement, {**one, "FB": 3 / v})
+            bubble = (p - 1) * (3 + 2 - 3) / 2  # (FB + B - 3 W) / 2
+            assert pairs["makespan"] - min(pairs["busy"]) == pytest.approx(bubble), case
+
+
+@pytest.mark.parametrize("p, m, spans", [
+    (4, 8, [33, 33, 28.5, 26.25, 27, 25.5, 25.5]), (8, 16, [69, 69, 58.5, 53.25, 55, 51.5, 51.5]),
+    (8, 24, [93, 93, 82.5, 77.25, 79, 75.5, 75.5])])
+def test_schedules_have_the_golden_makespans(p, m, spans):
+    names = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1),
+             ("zb-v", 1), ("dualpipe-v", 1)]
+    for (name, virtual), expected in zip(names, spans, strict=True):
+        lists, placement = pipeline.make_schedule(name, p, m, virtual)
+        costs = dict.fromkeys("FIW", p / len(placement))
+        assert pipeline.predict(lists, placement, costs)["makespan"] == expected, name
+
+
+def test_uneven_costs_have_the_golden_makespans():
+    for name, expected in (("1f1b", 45), ("zb-h1", 40.2), ("zb-v", 37.8)):
+        lists, placement = pipeline.make_schedule(name, 4, 12)
+        costs = {k: c * 4 / len(placement) for k, c in (("F", 1.0), ("I", 1.2), ("W", 0.8))}
+        assert pipeline.predict(lists, placement, costs)["makespan"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("p, m, together, idle", [(4, 20, 3, 6), (4, 20, 2.5, 4.5), (8, 40, 3, 14)])
+def test_atomic_pairs_have_the_published_bubble(p, m, together, idle):
+    lists, placement = pipeline.make_schedule("dualpipe-v", p, m)
+    found = pipeline.predict(lists, placement, {"F": 1, "I": 1, "W": 1, "FB": together})
+    assert found["makespan"] - min(found["busy"]) == pytest.approx(idle)
+
+
+def _pipe_random(choose):
+    """A schedule of 2 to 5 ranks, lists of single actions, its placement and m."""
+    p = choose.randint(2, 5)
+    name, m, virtual = choose.choice(list(_pipe_cases(p, 12)))
+    lists, placement = pipeline.make_schedule(name, p, m, virtual)
+    return [pipeline.singles(actions) for actions in lists], placement, m
+
+
+def _pipe_move(line, what, before=None, after=None):
+    """Move the action of these kinds, stage and microbatch next to another one."""
+    def at(key):
+        return next(i for i, a in enumerate(line)
+                    if a.kind in key[0] and (a.stage, a.microbatch) == key[1:])
+    part = line.pop(at(what))
+    line.insert(at(before) if before else at(after) + 1, part)
+
+
+def _pipe_corrupt(lists, placement, m, how, choose):
+    """Make one error of that kind, in place; False where this schedule has no room for it."""
+    rank = choose.randrange(len(lists))
+    line = lists[rank]
+    at = choose.randrange(len(line))
+    part = line[at]
+    place = part.stage, part.microbatch
+    if how == "dropped":
+        del line[at]
+    elif how == "doubled":
+        line.insert(choose.randrange(len(line) + 1), part)
+    elif how == "on the wrong rank":
+        other = lists[(rank + 1) % len(lists)]
+        other.insert(choose.randrange(len(other) + 1), line.pop(at))
+    elif how == "unknown":
+        line[at] = dataclasses.replace(part, **{choose.choice(["stage", "microbatch"]): 99})
+    elif how == "backward before forward":
+        _pipe_move(line, ("BI", *place), before=("F", *place))
+    elif how == "weight before input":
+        if not any(a.kind == "W" and (a.stage, a.microbatch) == place for a in line):
+            return False
+        _pipe_move(line, ("W", *place), before=("I", *place))
+    else:  # F of i waits for B of j on one rank, and F of j for F of i at the next stage
+        s, n = part.stage, len(placement) - 1
+        if m < 2 or s == n or placement[s] == placement[s + 1]:
+            return False
+        j, i = sorted(choose.sample(range(m), 2))
+        _pipe_move(line, ("F", s, i), after=("BI", s, j))
+        _pipe_move(lists[placement[s + 1]], ("F", s + 1, i), before=("F", s + 1, j))
+    return True
+
+
+@pytest.mark.parametrize("how, words", [
+    ("dropped", "comes after|only"), ("doubled", "comes after"),
+    ("on the wrong rank", "to do|after"),
+    ("unknown", "to do"), ("backward before forward", "comes after nothing"),
+    ("weight before input", "comes after F"), ("a circle of ranks", "can't go on: rank")])
+def test_the_validator_rejects_what_is_illegal(how, words):
+    choose, rejected = random.Random(how), 0
+    while rejected < 40:
+        lists, placement, m = _pipe_random(choose)
+        pipeline.validate(lists, placement, m)
+        if _pipe_corrupt(lists, placement, m, how, choose):
+            with pytest.raises(ValueError, match=words):
+                pipeline.validate(lists, placement, m)
+            rejected += 1
+
+
+def test_the_validator_agrees_with_the_graph_on_swapped_actions():
+    choose, legal = random.Random(2), collections.Counter()
+    costs = dict.fromkeys("FBIW", 1.0)
+    while legal.total() < 400:
+        lists, placement, m = _pipe_random(choose)
+        line = choose.choice(lists)
+        a = choose.randrange(len(line))
+        b = min(max(a + choose.choice([-3, -2, -1, 1, 2, 3]), 0), len(line) - 1)
+        line[a], line[b] = line[b], line[a]
+        try:
+            spans = _pipe_graph(lists, placement, costs)
+        except graphlib.CycleError:
+            spans = None
+        if spans is None:
+            with pytest.raises(ValueError):
+                pipeline.validate(lists, placement, m)
+        else:
+            pipeline.validate(lists, placement, m)
+            found = pipeline.predict(lists, placement, {k: costs[k] for k in "FIW"} | {"B": 1.0})
+            assert found["makespan"] == max(end for *_, end in spans.values())
+        legal[spans is not None] += 1
+    assert min(legal.values()) > 100
+
+
+class _PipeQueue:
+    """Messages from one rank to another as nccl's stream of a pair moves them: in order, each when
+    both its ends are posted and the one before has gone."""
+
+    def __init__(self):
+        self.sent, self.wanted, self.gone = [], [], 0
+
+    def move(self):
+        while self.gone < min(len(self.sent), len(self.wanted)):
+            self.wanted[self.gone].copy_(self.sent[self.gone])
+            self.gone += 1
+
+
+class _PipeWire:
+    """send() and receive() of collectives.py between threads that stand for ranks."""
+
+    def __init__(self, eager):
+        self.queues, self.changed, self.eager = {}, threading.Condition(), eager
+
+    def post(self, tensor, link, end):
+        with self.changed:
+            queue = self.queues.setdefault(link, _PipeQueue())
+            line = getattr(queue, end)
+            line.append(tensor)
+            number = len(line)
+            queue.move()
+            self.changed.notify_all()
+
+        def wait():
+            with self.changed:
+                ok = self.changed.wait_for(lambda: queue.gone >= number, timeout=20)
+            assert ok, f"{end} {number} of {link} waits for ever"
+            return tensor
+        if end == "sent" and not self.eager:
+            wait()
+        return unittest.mock.Mock(wait=wait)
+
+    def send(self, tensor, link):
+        return self.post(tensor.clone(), link, "sent")
+
+    def receive(self, tensor, link):
+        return self.post(tensor, link, "wanted")
+
+
+def _pipe_messages(lists, placement, rank, failed):
+    """Work off a rank's list: what arrives must be what was asked for."""
+    axis = collectives.Axis("pp", tuple(range(len(lists))), rank, "a group")
+    links = {(a, b): (a, b) for a in range(len(lists)) for b in range(len(lists))}
+    mail = pipeline.Mail(axis, links, lists, placement, lambda i: torch.empty(3))
+    parts = pipeline.singles(lists[rank])
+    try:
+        for at, part in enumerate(parts):
+            mail.post(part)
+            mail.post(parts[at + 1] if at + 1 < len(parts) else None)
+            for kind, stage, i in pipeline.needs(part, len(placement)):
+                if part.kind != "W" and stage != part.stage:
+                    expected = torch.tensor(["FB".index(kind), stage, i]).float()
+                    assert torch.equal(mail.take(kind, stage, i), expected)
+            kind, stage, i = pipeline.done_by(part)
+            if kind != "W" and 0 <= pipeline.user_of(kind, stage) < len(placement):
+                mail.give(kind, stage, i, torch.tensor(["FB".index(kind), stage, i]).float())
+        mail.close()
+        left = {peer: len(queue) for peer, queue in mail.expected.items()}
+        assert not any(left.values()) and not mail.arriving, (left, mail.arriving)
+    except AssertionError as error:
+        failed.append(f"rank {rank}: {error}")
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
+def test_messages_that_move_in_order_and_only_when_awaited_never_lock(p, monkeypatch):
+    """What nccl does: a message leaves when its receiver has come to it, and not before those that
+    were sent earlier."""
+    for name, m, virtual in _pipe_cases(p, 12):
+        lists, placement = pipeline.make_schedule(name, p, m, virtual)
+        wire, failed = _PipeWire(eager=True), []
+        monkeypatch.setattr(pipeline, "send", wire.send)
+        monkeypatch.setattr(pipeline, "receive", wire.receive)
+        threads = [threading.Thread(target=_pipe_messages, args=(lists, placement, rank, failed))
+                   for rank in range(p)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, (name, m, virtual, failed)
+
+
+@pytest.mark.parametrize("costs, first, last, stages", [
+    ((1,) * 7, 0.0, 0.0, 3), ((1,) * 8, 0.2, 1.7, 4), ((3, 1, 4, 1, 5, 9, 2, 6), 2.5, 3.5, 3),
+    ((5, 5, 5), 9, 9, 3), ((2, 2, 2, 2, 9), 0, 1, 2), ((1,), 1, 1, 1)])
+def test_blocks_are_split_as_well_as_any_way_of_splitting_them(costs, first, last, stages):
+    def dearest(sizes):
+        ends = list(itertools.accumulate(sizes))
+        sums = [sum(costs[end - size:end]) for size, end in zip(sizes, ends)]
+        sums[0] += first
+        sums[-1] += last
+        return max(sums)
+    ways = [w for w in itertools.product(range(1, len(costs) + 1), repeat=stages)
+            if sum(w) == len(costs)]
+    sizes = pipeline.balance(costs, first, last, stages)
+    assert sizes in ways and dearest(sizes) == min(map(dearest, ways))
+
+
+def test_stages_count_embedding_and_head_in_blocks():
+    """A vocabulary of 16 blocks' numbers: the last stage has one block, the first as many as any
+    other, since a look-up costs nothing much."""
+    config = make_config("tiny-dense", ["n_layers=9", "vocab_size=13000"])
+    with torch.device("meta"):
+        model = Transformer(config)
+    block = pipeline.block_cost(model.blocks["0"])
+    assert block == 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 192
+    sizes = pipeline.balance((block,) * 9, 3 * 64, 13000 * 64, 3)
+    assert sizes == (4, 4, 1)
+
+
+class _PipeToken:
+    """Something held from a forward to the backward that needs it no more."""
+    alive = most = 0
+
+    def __init__(self):
+        _PipeToken.alive += 1
+        _PipeToken.most = max(_PipeToken.most, _PipeToken.alive)
+
+    def __del__(self):
+        _PipeToken.alive -= 1
+
+
+class _PipeHolds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.token, ctx.weight = _PipeToken(), weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        token, ctx.token = ctx.token, None
+        return grad * ctx.weight, collectives.weight_gradient(
+            ctx.weight, lambda: torch.zeros_like(ctx.weight) * (token is None))
+
+
+def _pipe_live(rank, n, name, m, virtual):
+    """(most tokens alive at once, the predicted number, tokens left)"""
+    stages = pipeline.Pipeline(collectives.Mesh(n, rank, pp=n)["pp"], name, virtual, [])
+    weight = torch.ones(1, requires_grad=True)
+    _PipeToken.alive = _PipeToken.most = 0
+
+    def forward(stage, i, x):
+        out = _PipeHolds.apply(torch.ones(1) if x is None else x, weight)
+        return out.sum() if stage == stages.last else out
+    losses = stages.train(m, forward, lambda i: torch.empty(1), 1.0)
+    assert len(losses) == m * stages.has_last
+    lists, _ = pipeline.make_schedule(name, n, m, virtual)
+    return _PipeToken.most, pipeline.peak(lists[rank]), _PipeToken.alive
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_as_many_microbatches_live_as_predicted(n):
+    for name, m, virtual in _pipe_cases(n, 9):
+        for most, predicted, left in ranks(n, _pipe_live, name, m, virtual):
+            assert most == predicted > 0 and left == 0, (name, m, virtual)
+
+
+def _pipe_flops(rank, n, name):
+    """Kind of action -> floating-point operations of this rank's part of a step."""
+    stages_of, counted = pipeline.Pipeline, collections.Counter()
+    plain = stages_of._backward
+
+    def backward(self, part, *args):
+        with FlopCounterMode(display=False) as counter:
+            plain(self, part, *args)
+        counted[part.kind] += counter.get_total_flops()
+    config = make_config("tiny", ["n_layers=4"])
+    model = built(config)
+    with unittest.mock.patch.object(stages_of, "_backward", backward):
+        stages = pipeline.split(model, collectives.Mesh(n, rank, pp=n), name)
+        tokens, labels = torch.randint(config.vocab_size, (2, 8, 2, 16))
+        stages.train(8, lambda stage, i, x: stages.forward(
+            model, stage, x, tokens[i], labels[i]), lambda i: torch.empty(2, 16, config.dim), 1.0)
+    matrices = sum(p.grad is not None for p in model.parameters())
+    return counted, matrices == len(list(model.parameters()))
+
+
+def test_a_split_backward_puts_weight_gradients_off():
+    """The same operations, in two parts of which W has the linear layers' and the experts'; the
+    core of attention and the loss's products have no weight gradients of their own."""
+    whole, split = ranks(2, _pipe_flops, "1f1b"), ranks(2, _pipe_flops, "zb-h1")
+    for (before, complete), (after, complete_too) in zip(whole, split):
+        assert complete and complete_too and before["W"] == before["I"] == 0 == after["B"]
+        assert after["I"] + after["W"] == before["B"]
+        assert 0.3 * before["B"] < after["W"] < 0.5 * before["B"]
+
+
+def _pipe_tied(rank, n, flags):
+    run = train.build(*_layout_plan(rank, n, flags), train.quiet)
+    for _ in range(6):
+        train.train_step(run)
+    return {name: m.detach().clone() for name, m in run.owner.named_masters()}
+
+
+@pytest.mark.parametrize("layout", [["--pp", "3"], ["--pp", "2", "--tp", "2"],
+                                    ["--pp", "2", "--fsdp", "2", "--zero", "3"]])
+def test_both_ends_copies_of_a_tied_matrix_stay_equal_bit_for_bit(layout, train_text):
+    flags = [*_layout_flags(train_text), "--dtype", "bf16", "--steps", "9", *layout, "--override",
+             "tie_embeddings=true"]
+    n = math.prod(int(word) for word in layout[1:4:2])
+    per_stage = n // int(layout[1])
+    answers = ranks(n, _pipe_tied, flags)
+    for first, last in zip(answers[:per_stage], answers[-per_stage:]):
+        assert torch.equal(first["embed.weight"], last["embed.weight"])
+        assert not {"norm.weight"} & set(first) and "norm.weight" in last
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (("dualpipe-v", 4, 7), "needs 2 x pp = 8 microbatches or more, and there are 7"),
+    (("interleaved", 4, 6), "use 4 or 8 microbatches"),
+    (("1f1b", 4, 8, 2), "schedule 1f1b has 1 stage a rank"),
+    (("zb-v", 4, 8, 3), "schedule zb-v has 2 stages a rank"),
+    (("interleaved", 4, 8, 2, 7), "makes 8 stages, and the model has n_layers=7"),
+    (("zb-v", 4, 8, 1, 7), "makes 8 stages, and the model has n_layers=7")])
+def test_schedules_that_can_not_be_are_refused_with_what_can(arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pipeline.check(*arguments)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--pp", "2", "--pp-schedule", "dualpipe-v", "--batch-size", "2"], "needs 2 x pp = 4"),
+    (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "6"],
+     "use 2 or 4 microbatches"), (["--pp", "8"], "n_layers=4"),
+    (["--virtual-stages", "2", "--batch-size", "4"], "--virtual-stages 2"),
+    (["--pp-schedule", "zb-v", "--batch-size", "4"], "--pp-schedule zb-v")])
+def test_pipelines_that_can_not_be_are_refused_before_a_group_forms(flags, words, train_text):
+    args = train.build_parser().parse_args([*_train_flags(train_text), *flags])
+    with unittest.mock.patch.dict(os.environ, WORLD_SIZE="8" if "8" in flags else "2"):
+        with pytest.raises(ValueError, match=words):
+            train.prepare(args, train.quiet)
+
+
+@pytest.mark.parametrize("name", list(pipeline.SCHEDULES))
+def test_schedules_are_drawn_in_text_and_svg(name, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "drawing.svg"
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--schedule", name, "--svg", str(path)])
+    assert pipeline.main() == 0
+    said = capsys.readouterr().out.splitlines()
+    lists, placement = pipeline.make_schedule(name, 4, 8, pipeline.usual_virtual(name))
+    lines = [line for line in said if line.startswith("rank")]
+    assert len(lines) == 4
+    for line, actions in zip(lines, lists):
+        drawn = re.findall("[FBIW][0-9]", line.upper().removeprefix("RANK"))
+        assert drawn == [f"{a.kind}{a.microbatch}" for a in pipeline.singles(actions)]
+    boxes = xml.etree.ElementTree.parse(path).getroot().findall("{*}rect")
+    assert len(boxes) == sum(len(pipeline.singles(actions)) for actions in lists)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--schedule interleaved --pp 3 --microbatches 4", "use 3 or 6 microbatches"),
+    ("--schedule 1f1b --pp 0", "at least 1"), ("--schedule 1f1b --costs F=-1", "--costs F=-1"),
+    ("--schedule 1f1b --svg /nowhere/a.svg", "/nowhere/a.svg")])
+def test_drawings_that_can_not_be_are_refused_in_one_line(flags, words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
+    assert pipeline.main() == 2
+    assert words in capsys.readouterr().err
 # ---- context parallelism ----
 
 @pytest.mark.parametrize("zigzag", [True, False])
@@ -3348,7 +3824,7 @@ def test_experts_on_other_ranks_give_the_outputs_and_gradients_of_one_process(n,
         assert max(worst.values()) < 1e-12, worst
 
 
-def _ep_bytes(rank, n, sizes, overrides, recompute, length):
+def _ep_bytes(rank, n, sizes, overrides, recompute, deferred, length):
     """The ledger of two microbatches beside the formulas, given what each rank sent."""
     mesh, config = collectives.Mesh(n, rank, **sizes), make_config("tiny", overrides)
     model, _ = _tp_pair(config, rank, n, mesh)
@@ -3361,7 +3837,10 @@ def _ep_bytes(rank, n, sizes, overrides, recompute, length):
         layer.sends = []
     for rows in tokens:
         collectives.ledger.clear()
-        model.head_loss(model(rows, balance_seed=1.0), rows).backward()
+        loss, queue = model.head_loss(model(rows, balance_seed=1.0), rows), []
+        with collectives.weights_wait(queue) if deferred else contextlib.nullcontext():
+            loss.backward()
+        collectives.drain(queue)
         found.update(collectives.ledger.by_axis())
     for layer in layers:
         assert len(layer.sends) == (4 if full else 2)
@@ -3373,19 +3852,22 @@ def _ep_bytes(rank, n, sizes, overrides, recompute, length):
                 int(collectives.all_gather(got, etp).max()), full)
             formula.update(ep=over_ep, etp=over_etp)
     if mesh["tp"].size > 1:
-        over_tp = tensor_parallel.bytes_sent(config, mesh["tp"].size, 3, length, 8, 8, full, True)
+        over_tp = tensor_parallel.bytes_sent(config, mesh["tp"].size, 3, length, 8, 8, full,
+                                             deferred, experts_apart=True)
         over_tp.pop("gradients")
         formula["tp"] = 2 * sum(over_tp.values())
     return +found, +formula
 
 
-@pytest.mark.parametrize("n, sizes, overrides, recompute", [
-    (4, dict(fsdp=4, ep=4), [], "none"), (3, dict(fsdp=3, ep=3), ["num_experts=6"], "full"),
-    (4, dict(tp=4, ep=2), ["top_k=6"], "full"),
-    (4, dict(fsdp=2, tp=2, ep=2, etp=2), ["num_shared_experts=0"], "selective"),
-    (4, dict(fsdp=2, tp=2, ep=2, etp=2), [], "full"), (2, dict(tp=2, etp=1), [], "full")])
-def test_ep_sends_the_bytes_of_the_formula(n, sizes, overrides, recompute):
-    for found, formula in ranks(n, _ep_bytes, sizes, overrides, recompute, 7):
+@pytest.mark.parametrize("n, sizes, overrides, recompute, deferred", [
+    (4, dict(fsdp=4, ep=4), [], "none", False),
+    (3, dict(fsdp=3, ep=3), ["num_experts=6"], "full", False),
+    (4, dict(tp=4, ep=2), ["top_k=6"], "full", False),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2), ["num_shared_experts=0"], "selective", True),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2), [], "full", True),
+    (2, dict(tp=2, etp=1), [], "full", False)])
+def test_ep_sends_the_bytes_of_the_formula(n, sizes, overrides, recompute, deferred):
+    for found, formula in ranks(n, _ep_bytes, sizes, overrides, recompute, deferred, 7):
         assert found == formula and found
 
 
@@ -3577,29 +4059,37 @@ def test_stacked_experts_that_do_not_divide_are_cut_along_their_rows():
 # ---- any layout is the same run ----
 
 def legal_layouts(world_size):
-    """Every layout of that many ranks, axis -> size and level; each technique adds its own."""
-    for cp, tp, fsdp_size in itertools.product(collectives.divisors(world_size), repeat=3):
-        if world_size % (cp * tp * fsdp_size) == 0:
-            for etp in sorted({1, tp}):
-                for ep in collectives.divisors(fsdp_size * cp * tp // etp):
-                    for zero in range(4):
-                        yield {"dp": world_size // (cp * tp * fsdp_size), "fsdp": fsdp_size,
-                               "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero}
+    """Every layout of that many ranks, flag -> value; each technique adds its own."""
+    for pp, cp, tp, fsdp_size in itertools.product(collectives.divisors(world_size), repeat=4):
+        if world_size % (pp * cp * tp * fsdp_size):
+            continue
+        for etp, zero in itertools.product(sorted({1, tp}), range(4)):
+            for ep in collectives.divisors(fsdp_size * cp * tp // etp):
+                for schedule, virtual in PIPELINES if pp > 1 else [("1f1b", 1)]:
+                    yield {"pp": pp, "dp": world_size // (pp * cp * tp * fsdp_size),
+                           "fsdp": fsdp_size, "cp": cp, "tp": tp, "ep": ep, "etp": etp,
+                           "zero": zero, "pp-schedule": schedule, "virtual-stages": virtual}
 
 
-SETTINGS = {"--model": ["tiny", "tiny-dense"], "--micro-batch-size": ["12", "1"],
-            "--recompute": ["none", "full", "selective"], "--optimizer": ["sgd", "adamw"]}
+SETTINGS = {"model": ["tiny", "tiny-dense"], "micro-batch-size": ["12", "1"],
+            "recompute": ["none", "full", "selective"], "optimizer": ["sgd", "adamw"]}
 
 
 def _layout_shapes(model, layout, choose):
-    """A model's shapes, what is given with --cp, and a length of sequences for one case, chosen
-    among those that matter: vocabularies and sequences that do not divide, key/value heads,
+    """A model's shapes, a length of sequences and what is given with --cp for one case, chosen
+    among those that matter: vocabularies, sequences and layers that do not divide, key/value heads,
     latents, tied embeddings, numbers of experts that efsdp divides or not, every kind of routing.
     """
     cp, tp = layout["cp"], layout["tp"]
     heads = 6 if tp % 3 == 0 else 4
     fields = {"n_heads": heads, "vocab_size": choose([259, 512]),
               "tie_embeddings": choose(["false", "true"])}
+    if layout["pp"] > 1:
+        stages = len(pipeline.place_stages(layout["pp-schedule"], layout["pp"],
+                                           layout["virtual-stages"]))
+        fields["n_layers"] = choose([stages, stages + 1])
+        if model == "tiny-dense":
+            fields["n_dense_layers"] = fields["n_layers"]
     if model == "tiny-dense":
         fields["n_kv_heads"] = choose([g for g in (1, 2, 3, 4) if heads % g == 0
                                        and (g % tp == 0 or tp % g == 0)])
@@ -3612,44 +4102,65 @@ def _layout_shapes(model, layout, choose):
     return choose([16, 15, 7]), fields, choose(methods), choose([True, False, False])
 
 
+def _layout_microbatch(layout, micro, choose):
+    """Sequences a microbatch of 12 for all: as many, or so many that there are 4; in a pipeline
+    one of the numbers that the schedule can run; None where there is none."""
+    rows = 12 // (layout["dp"] * layout["fsdp"])
+    if layout["pp"] == 1:
+        return 12 if micro == "12" else max(rows // 4, 1)
+
+    def legal(size):
+        try:
+            pipeline.check(layout["pp-schedule"], layout["pp"], -(-rows // size),
+                           layout["virtual-stages"])
+            return True
+        except ValueError:
+            return False
+    sizes = [size for size in range(1, rows + 1) if legal(size)]
+    return choose(sizes) if sizes else None
+
+
 def _layout_cases(everything):
-    """(world_size, flags): every layout of 1, 2, 3, 4 and 6 ranks with every setting, and shapes
-    that vary from case to case; or a fixed sample in which every pair comes of sizes of axes (those
-    of 3 and more as one), settings and shapes."""
+    """(world_size, flags): every layout of 1, 2, 3, 4, 6 and 8 ranks with two settings and shapes
+    that vary from case to case; or of up to 4 ranks a fixed sample in which every pair comes of
+    axes in use, one of an odd size, schedule, setting and shape."""
     cases = {}  # (world_size, flags) -> its settings
-    for world_size in (1, 2, 3, 4, 6):
+    for world_size in (1, 2, 3, 4, 6, 8) if everything else (1, 2, 3, 4):
         for layout in legal_layouts(world_size):
-            for chosen in itertools.product(*SETTINGS.values()):
+            settings = list(itertools.product(*SETTINGS.values()))
+            for chosen in random.Random(f"{layout}").sample(settings, 2):
                 apart = layout["ep"] > 1 or layout["etp"] < layout["tp"]
-                if apart and chosen[0] == "tiny-dense":
-                    continue  # has no experts
+                if apart:  # tiny-dense has no experts
+                    chosen = "tiny", *chosen[1:]
                 choose = random.Random(f"{layout} {chosen}").choice
                 length, fields, method, isolated = _layout_shapes(chosen[0], layout, choose)
-                micro = "12" if chosen[1] == "12" else str(max(
-                    12 // (layout["dp"] * layout["fsdp"]) // 4, 1))
-                words = [*layout.items(), *zip(SETTINGS, chosen), ("seq-len", length),
-                         ("micro-batch-size", micro), ("cp-method", method)]
-                flags = [word for name, value in words
-                         for word in ("--" + name.removeprefix("--"), str(value))]
+                micro = _layout_microbatch(layout, chosen[1], choose)
+                if micro is None:
+                    continue
+                words = {**layout, **dict(zip(SETTINGS, chosen)), "seq-len": length,
+                         "micro-batch-size": micro, "cp-method": method}
+                flags = [x for name, value in words.items() for x in (f"--{name}", str(value))]
                 flags += ["--override", *(f"{k}={v}" for k, v in fields.items())]
                 flags += ["--isolate-documents"] * isolated
+                ragged = 12 // (layout["dp"] * layout["fsdp"]) % micro > 0
+                axes = ("pp", "dp", "fsdp", "cp", "tp", "ep")
+                odd = next((axis for axis in axes if layout[axis] % 2 and layout[axis] > 1), None)
                 cases[world_size, tuple(flags)] = (
-                    *(min(layout[axis], 3) for axis in ("dp", "fsdp", "cp", "tp", "ep")), method,
-                    isolated, (apart, layout["etp"] == 1), layout["zero"], *chosen, length,
-                    fields.get("num_experts"), str([fields.get("n_group"),
-                                                    fields.get("score_func")]),
-                    fields["vocab_size"], fields["tie_embeddings"],
-                    fields.get("n_kv_heads"), fields.get("q_lora_rank"))
+                    *(layout[axis] > 1 for axis in axes), odd, layout["zero"],
+                    (layout["pp-schedule"], layout["virtual-stages"]), method, isolated,
+                    layout["etp"] < layout["tp"], *chosen, length, ragged,
+                    *(fields.get(key) for key in ("vocab_size", "tie_embeddings", "n_kv_heads",
+                                                  "q_lora_rank", "num_experts", "n_group")))
     return list(cases) if everything else _layout_sample(cases)
 
 
 def _layout_sample(cases):
-    """Cases, each the one that has most of the pairs that are still to come."""
+    """Cases, each the one that has, for its number of ranks, most of the pairs still to come."""
     pairs = {case: set(itertools.combinations(enumerate(settings), 2))
              for case, settings in cases.items()}
     missing, sample = set().union(*pairs.values()), []
     while missing:
-        sample.append(max(pairs, key=lambda case: len(pairs[case] & missing)))
+        sample.append(max(pairs, key=lambda case: len(pairs[case] & missing) / case[0]))
         missing -= pairs[sample[-1]]
     return sorted(sample)
 
@@ -3744,6 +4255,7 @@ def _layout_broken(rank, n, flags, how):
     """check_parity of a layout in which something is wrong."""
     plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
     plain_partial, plain_step = tensor_parallel.sum_partial_gradients, train.sum_over_ranks
+    plain_piece = train.piece
     if how == "a reduction is an average":
         ddp.all_reduce = lambda t, axis, **o: plain_sums(t.div_(2), axis, **o)
     if how == "a rank keeps its own":
@@ -3751,6 +4263,9 @@ def _layout_broken(rank, n, flags, how):
     if how == "the loss is off by 3e-9":
         train.sum_over_ranks = lambda run, *a: tuple(
             x * (1 + 3e-9 * (run.mesh.world_size > 1)) for x in plain_step(run, *a))
+    if how == "one copy is another" and rank == 0:
+        train.piece = lambda tensor, master, mesh: plain_piece(
+            tensor * (1 + 1e-6 * (not collectives.label_of(master).cuts)), master, mesh)
     if how == "partial gradients are left so":
         tensor_parallel.sum_partial_gradients = lambda masters, axis: None
     plain_counts, plain_positions = ring_attention.sum_over_cp, train.context_positions
@@ -3770,7 +4285,8 @@ def _layout_broken(rank, n, flags, how):
     finally:
         ddp.all_reduce, fsdp.reduce_scatter = plain_sums, plain_reduce
         tensor_parallel.sum_partial_gradients = plain_partial
-        train.sum_over_ranks, ring_attention.sum_over_cp = plain_step, plain_counts
+        train.sum_over_ranks, train.piece = plain_step, plain_piece
+        ring_attention.sum_over_cp = plain_counts
         train.context_positions = plain_positions
         train.token_loss = getattr(train.token_loss, "args", [train.token_loss])[0]
         expert_parallel.arrange, fsdp._axis_name = plain_arrange, plain_axis
@@ -3785,6 +4301,8 @@ def _layout_local_positions(token_loss, run, batch, *args):
 @pytest.mark.parametrize("how, layout", [("a reduction is an average", ["--dp", "2"]),
                                          ("a rank keeps its own", ["--fsdp", "2"]),
                                          ("the loss is off by 3e-9", ["--dp", "2"]),
+                                         ("the loss is off by 3e-9", ["--pp", "2"]),
+                                         ("one copy is another", ["--tp", "2"]),
                                          ("partial gradients are left so", ["--tp", "2"]),
                                          ("balance losses see a chunk", ["--cp", "2"]),
                                          ("positions begin anew on every rank", ["--cp", "2"]),
@@ -3816,7 +4334,11 @@ CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (2, ["--fsdp", "2", "--zero", "1"]), (3, ["--fsdp", "3", "--zero", "2"]),
                       (3, ["--fsdp", "3"]), (4, ["--dp", "2", "--fsdp", "2", "--zero", "3"]),
                       (4, ["--fsdp", "4", "--zero", "1"]), (2, ["--tp", "2"]),
-                      (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"]),
+                      (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"]), (2, ["--pp", "2"]),
+                      (3, ["--pp", "3", "--pp-schedule", "zb-h1"]),
+                      (2, ["--pp", "2", "--pp-schedule", "interleaved", "--virtual-stages", "2"]),
+                      (4, ["--pp", "2", "--pp-schedule", "dualpipe-v", "--tp", "2"]),
+                      (4, ["--pp", "2", "--pp-schedule", "zb-v", "--fsdp", "2", "--zero", "3"]),
                       (3, ["--cp", "3", "--zero", "2"]),
                       (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses"]),
                       (4, ["--fsdp", "4", "--ep", "4"]),
@@ -3870,6 +4392,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_r
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
                                     ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"],
                                     ["--tp", "2"], ["--tp", "2", "--zero", "3"],
+                                    ["--pp", "2", "--pp-schedule", "zb-v"],
                                     ["--cp", "2"],
                                     ["--fsdp", "2", "--ep", "2"],
                                     ["--tp", "2", "--ep", "2", "--zero", "0"]])
@@ -3902,7 +4425,8 @@ def _layout_overflow(rank, n, flags):
 
 
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"], ["--cp", "2"],
-                                    ["--fsdp", "2", "--ep", "2"]])
+                                    ["--fsdp", "2", "--ep", "2"],
+                                    ["--pp", "2", "--pp-schedule", "zb-h1"]])
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
     flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]
     for seen, total in ranks(2, _layout_overflow, flags):
@@ -3971,12 +4495,14 @@ def _wait_for_step(out, step, seconds=60):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how, layout", [
+    ("kill", ["--fsdp", "3"]), ("stop", ["--fsdp", "3"]),
+    ("kill", ["--pp", "3", "--pp-schedule", "zb-h1"])])
 def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpoint(
-        how, train_text, tmp_path):
+        how, layout, train_text, tmp_path):
     out = str(tmp_path / "out")
     flags = [*_layout_flags(train_text), "--steps", "40", "--out", out, "--save-every", "2",
-             "--fsdp", "3", "--collective-timeout", "4"]
+             *layout, "--collective-timeout", "4"]
     process = _torchrun(3, *flags)
     try:
         _wait_for_step(out, 5)

@@ -1103,7 +1103,8 @@ def parity_steps(plan, mesh, steps=3):
 
 
 def assemble(found, mesh):
-    """The full tensors of parity_steps() on rank 0, from the ranks' pieces; None elsewhere."""
+    """The full tensors of parity_steps() on rank 0, from the ranks' pieces; None elsewhere. Where
+    several ranks hold a number and theirs differ, it is infinite: no reference can equal it."""
     parts = [None] * mesh.world_size if mesh.rank == 0 else None
     if mesh.world_size > 1:
         with attributed(mesh["world"], "gather"):
@@ -1119,7 +1120,9 @@ def assemble(found, mesh):
                 whole[key] = item
                 continue
             full = whole.setdefault(key, torch.full(item.shape, math.nan, dtype=torch.float64))
-            full[tuple(slice(s, s + n) for s, n in zip(item.start, item.local.shape))] = item.local
+            region = tuple(slice(s, s + n) for s, n in zip(item.start, item.local.shape))
+            apart = (full[region] - item.local).abs() > 1e-9 * item.local.abs()
+            full[region] = item.local.double().masked_fill(apart, math.inf)
     return whole
 
 
