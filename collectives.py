@@ -113,14 +113,26 @@ def mesh_sizes(world_size, pp=1, dp=None, fsdp=1, cp=1, tp=1, ep=1, etp=None):
     etp = (tp if ep == 1 else 1) if etp is None else etp
     whole = fsdp * cp * tp
     if etp not in (1, tp) or whole % (ep * etp):
+        legal = "; ".join(f"with etp {size} use ep {one_of(divisors(whole // size))}"
+                          for size in sorted({1, tp}))
         raise ValueError(f"ep {ep} x etp {etp} must divide fsdp x cp x tp = {whole}, and etp must "
-                         f"be 1 or tp = {tp}")
+                         f"be 1 or tp = {tp}: {legal}")
     return sizes, {"pp": pp, "dp": dp, "efsdp": whole // (ep * etp), "ep": ep, "etp": etp}
+
+
+def divisors(number):
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def one_of(numbers):
+    """1, 2, 4 or 8"""
+    return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
 
 
 class Mesh:
     """mesh["fsdp"] is this rank's Axis of that name; so are "shard" (fsdp x cp), "data" (dp x
-    fsdp x cp), "batch" (dp x fsdp), "world", and the experts' "efsdp", "ep", "etp".
+    fsdp x cp), "batch" (dp x fsdp), "world", and the experts' "efsdp", "ep", "etp" and "edata" (dp
+    x efsdp: the ranks that hold the same experts and see other tokens).
 
     Every rank must make it, and makes only the groups that it is in: a group costs threads. Axes
     with the same ranks share a group, one of size 1 has none, and neither costs anything.
@@ -135,6 +147,7 @@ class Mesh:
                      for name, axes in TOGETHER.items())
         lines.update((axis, ranks_along(rank, self.expert_sizes, (axis,)))
                      for axis in ("efsdp", "ep", "etp"))
+        lines["edata"] = ranks_along(rank, self.expert_sizes, ("dp", "efsdp"))
         groups = {}
         for ranks in lines.values():
             if len(ranks) > 1 and ranks not in groups:
@@ -146,8 +159,17 @@ class Mesh:
     def __getitem__(self, name):
         return self.axes[name]
 
+    @property
+    def experts_apart(self):
+        """Whether the experts are laid out by their own axes: else they are cut over tp and
+        sharded as everything is."""
+        return self["ep"].size > 1 or self["etp"].size < self["tp"].size
+
     def __str__(self):
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1"
+        def product(sizes):
+            return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1"
+        return product(self.sizes) + (
+            f" (experts: {product(self.expert_sizes)})" if self.experts_apart else "")
 
 
 # ---- the label of a parameter ----
@@ -164,7 +186,8 @@ class Cut:
 @dataclasses.dataclass(frozen=True)
 class Label:
     """What a rank holds of a parameter: its full shape and the cuts, each of what the one before
-    left. `partial`: axes over which its gradient is still a partial sum after backward."""
+    left. `partial`: axes over which its gradient is still a partial sum after backward, the first
+    one "data", or "edata" for experts that have axes of their own."""
     shape: tuple
     cuts: tuple = ()
     partial: tuple = ("data",)
@@ -570,6 +593,21 @@ def receive(tensor, link):
         works = [dist.irecv(tensor, link.ranks[0], link.group)] if tensor.numel() else []
         return works, lambda: tensor
     return carry_out(link, "receive", tensor, 0, start, True)
+
+
+def ring_shift(tensor, axis, arriving, asynchronous=True):
+    """tensor to the next rank of the axis, and `arriving` numbers, flat, from the one before it.
+    B bytes. Both are posted in one call: on nccl two ranks that each wait to receive before they
+    send would wait for ever."""
+    def start():
+        out = tensor.new_empty(arriving)
+        ends = [dist.P2POp(dist.irecv, out, group=axis.group,
+                           group_peer=(axis.rank - 1) % axis.size),
+                dist.P2POp(dist.isend, tensor, group=axis.group,
+                           group_peer=(axis.rank + 1) % axis.size)]
+        return dist.batch_isend_irecv(ends), lambda: out
+    return carry_out(axis, "ring", tensor, tensor.numel() * tensor.element_size(), start,
+                     asynchronous)
 
 
 def broadcast(tensor, axis, source=0, asynchronous=False):

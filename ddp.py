@@ -27,7 +27,7 @@ import sys
 import torch
 from torch import nn
 
-from collectives import (Mesh, all_reduce, broadcast, difference, ledger, on_grad_ready,
+from collectives import (Mesh, all_reduce, broadcast, difference, label_of, ledger, on_grad_ready,
                          paired_ratio, spawn, verdict)
 
 BUCKET_BYTES = 25 * 2 ** 20  # large enough that start-up times vanish, small enough to overlap
@@ -37,9 +37,9 @@ FIRST_BUCKET_BYTES = 2 ** 20  # backward has only begun when it is full, and the
 class Bucket:
     """A flat stretch of gradients that is reduced in one call."""
 
-    def __init__(self, parameters, dtype, parts):
-        size = sum(p.numel() for p in parameters)
-        self.flat = parameters[0].new_zeros(size + -size % parts, dtype=dtype)  # what is sent
+    def __init__(self, parameters, axis, dtype):
+        size, self.axis = sum(p.numel() for p in parameters), axis
+        self.flat = parameters[0].new_zeros(size + -size % axis.size, dtype=dtype)  # what is sent
         pieces = self.flat[:size].split([p.numel() for p in parameters])
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces)}
         self.missing, self.pending = {}, None
@@ -54,34 +54,39 @@ class Replicas:
     rank used has a gradient of zeros; one that some did not use is reduced after backward.
     twice: parameters that get two contributions a microbatch, a tied weight whose uses lie in two
     stages of a pipeline.
+    Experts whose label names "edata" are summed over `expert_axis`, in buckets of their own.
     """
 
-    def __init__(self, model, axis, masters=None, twice=()):
+    def __init__(self, model, axis, masters=None, twice=(), expert_axis=None):
         named = [p for p in model.parameters() if p.requires_grad]  # a tied weight comes once
         self.masters = masters or {p: p for p in named}
-        self.axis, self.twice = axis, set(twice)
+        self.axis, self.expert_axis, self.twice = axis, expert_axis, set(twice)
         # in float32 a parameter is its own master: once is enough
         for tensor in dict.fromkeys([*model.parameters(), *self.masters.values(),
                                      *model.buffers()]):
-            broadcast(tensor.detach(), axis)
+            broadcast(tensor.detach(), self.axis_of(tensor))
         self.buckets = self._fill_buckets(named[::-1])
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         for p in named:
             on_grad_ready(p, self.add)
         self.touched, self.launched = set(), 0
 
+    def axis_of(self, tensor):
+        """The ranks that hold the same part of a tensor and see other tokens."""
+        return self.expert_axis if "edata" in label_of(tensor).partial else self.axis
+
     def _fill_buckets(self, parameters):
-        """Buckets of parameters in the order in which backward finishes them, each of one type."""
-        buckets, waiting, size = [], [], 0
+        """Buckets of parameters in the order in which backward finishes them, each of one type and
+        of one axis."""
+        buckets, filling = [], {}  # (axis, type) -> the bucket's parameters so far
         for p in parameters:
-            dtype = self.masters[p].dtype
-            limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
-            if waiting and (size >= limit or dtype != self.masters[waiting[0]].dtype):
-                buckets.append(Bucket(waiting, self.masters[waiting[0]].dtype, self.axis.size))
-                waiting, size = [], 0
+            kind = self.axis_of(p), self.masters[p].dtype
+            waiting = filling.setdefault(kind, [])
             waiting.append(p)
-            size += p.numel() * dtype.itemsize
-        return buckets + [Bucket(waiting, self.masters[waiting[0]].dtype, self.axis.size)]
+            limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+            if sum(q.numel() for q in waiting) * kind[1].itemsize >= limit:
+                buckets.append(Bucket(filling.pop(kind), *kind))
+        return buckets + [Bucket(waiting, *kind) for kind, waiting in filling.items()]
 
     def start(self, microbatches):
         """Before a step of so many microbatches: each parameter gets as many contributions."""
@@ -115,7 +120,7 @@ class Replicas:
         for parameter, view in bucket.views.items():
             if parameter not in self.touched:
                 view.zero_()
-        bucket.pending = all_reduce(bucket.flat, self.axis, asynchronous=True)
+        bucket.pending = all_reduce(bucket.flat, bucket.axis, asynchronous=True)
         self.launched += 1
 
     def finish(self):

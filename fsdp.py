@@ -15,7 +15,8 @@ what the optimizer needs (Unit.master), level 2 frees a block's whole gradients 
 reduced (complete), level 3 frees its parameters as soon as they are used (release).
 
 Units are gathered together: embedding, each block, final norm with head. On each rank a unit is
-one flat tensor: of each parameter the rank's stretch of rows, padded where rows do not divide.
+one flat tensor: of each parameter the rank's stretch of rows, padded where rows do not divide
+(stacked experts that do not divide are cut along each expert's rows).
 
     forward   gather unit i+1 ahead | compute i | free i       (level 3; 1 and 2: once a step)
     backward  gather unit i-1 ahead | compute i | free i, reduce-scatter its gradients
@@ -57,12 +58,14 @@ from collectives import (Cut, Label, Mesh, all_gather, all_reduce, difference, l
 
 @dataclasses.dataclass
 class Slot:
-    """Where a parameter lies in its unit: `size` numbers from `offset` in each rank's shard."""
+    """Where a parameter lies in its unit: `size` numbers from `offset` in each rank's shard. It is
+    cut along dimension `dim`, which lies first there: shape is the parameter's in that order."""
     name: str
     parameter: nn.Parameter
     shape: tuple
     offset: int
     size: int
+    dim: int
 
 
 class Unit:
@@ -78,9 +81,10 @@ class Unit:
     def __init__(self, named, axis, level, compute, wide, device):
         self.axis, self.slots, offset = axis, [], 0
         for name, p in named:
-            rows = -(-p.shape[0] // axis.size)
-            size = rows * math.prod(p.shape[1:])
-            self.slots.append(Slot(name, p, tuple(p.shape), offset, size))
+            dim = cut_dim(p, axis.size)
+            shape = tuple(p.transpose(0, dim).shape)
+            size = -(-shape[0] // axis.size) * math.prod(shape[1:])
+            self.slots.append(Slot(name, p, shape, offset, size, dim))
             offset += size
         self.master = torch.zeros(offset, dtype=wide, device=device)
         self.grad = torch.zeros_like(self.master) if level > 1 else None
@@ -91,7 +95,7 @@ class Unit:
         self.masters = [self.local(self.master, slot).requires_grad_() for slot in self.slots]
         for master, slot in zip(self.masters, self.slots):
             label = label_of(slot.parameter)
-            master.label = Label(label.shape, (*label.cuts, Cut(axis.name, 0, axis.size)),
+            master.label = Label(label.shape, (*label.cuts, Cut(axis.name, slot.dim, axis.size)),
                                  label.partial)
 
     def rows(self, slot):
@@ -103,12 +107,14 @@ class Unit:
     def local(self, flat, slot):
         """This rank's rows of a parameter in a flat shard."""
         shape = self.rows(slot)[1], *slot.shape[1:]
-        return flat.detach()[slot.offset:slot.offset + math.prod(shape)].view(shape)
+        part = flat.detach()[slot.offset:slot.offset + math.prod(shape)].view(shape)
+        return part.transpose(0, slot.dim)
 
     def full(self, slot):
         """A parameter in `whole`, without padding."""
         start = self.axis.size * slot.offset
-        return self.whole[start:start + math.prod(slot.shape)].view(slot.shape)
+        whole = self.whole[start:start + math.prod(slot.shape)].view(slot.shape)
+        return whole.transpose(0, slot.dim)
 
     def start_gather(self):
         shard = self.master.to(self.whole.dtype)  # the cast to the compute type
@@ -138,7 +144,7 @@ class Unit:
     @torch.no_grad()
     def add_gradient(self, slot, parameter):
         """Put a complete gradient into its place in the buffer, or add it, and free it."""
-        place, flat = self.place(slot), parameter.grad.flatten()
+        place, flat = self.place(slot), parameter.grad.transpose(0, slot.dim).flatten()
         ranks, rest = divmod(len(flat), max(slot.size, 1))  # whole shards, and numbers of the next
         pairs = [(place[:ranks], flat[:ranks * slot.size].view(ranks, -1))]
         if rest:
@@ -175,7 +181,7 @@ class Sharded:
     The model may be on the meta device: memory is only taken for shards (and for levels 1 and 2 the
     compute copies), which the caller fills through named_masters(), then calls refresh(). A model
     that has values keeps them. dtype is the compute type; masters are float32, or float64.
-    Experts that are cut over ep are sharded over efsdp, the ranks that hold the same experts.
+    Experts with axes of their own are sharded over efsdp, the ranks that hold the same experts.
     stages: of a pipeline rank, the names of each stage's layers ("embed", "blocks.3", "norm").
     Raises ValueError for another level.
     """
@@ -216,7 +222,7 @@ class Sharded:
         for slot, master in zip(unit.slots, unit.masters):
             before = slot.parameter
             if not before.is_meta:
-                master.data.copy_(before.data.narrow(0, *unit.rows(slot)))
+                master.data.copy_(before.data.narrow(slot.dim, *unit.rows(slot)))
             slot.parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
             # .data and not the view itself: writes into `whole` must not count as changes of a
             # weight that autograd has saved
@@ -378,7 +384,13 @@ class Sharded:
 
 def _axis_name(parameter):
     """The axis over which a parameter is sharded: the ranks that hold the same part of it."""
-    return "efsdp" if any(cut.axis == "ep" for cut in label_of(parameter).cuts) else "shard"
+    return "efsdp" if "edata" in label_of(parameter).partial else "shard"
+
+
+def cut_dim(parameter, n):
+    """The dimension that is cut into n shards: rows; the one after it for stacked experts whose
+    number does not divide, or some ranks would have an expert more than others, or none."""
+    return int(parameter.dim() == 3 and parameter.shape[0] % n > 0)
 
 
 # ---- how many bytes ----

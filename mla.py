@@ -129,10 +129,14 @@ class MLA(nn.Module):
 
     def expand(self, latent, k_pe):
         """latent (b, t, c), k_pe (b, t, r) -> k (b, t, h, nope + r), v (b, t, h, at least v)."""
-        nope, r, dv = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        k_nope, v = self.wkv_b(latent).unflatten(-1, (-1, nope + dv)).split([nope, dv], -1)
-        k = torch.cat([k_nope, k_pe[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
-        return k, pad_values(v, nope + r)
+        k, v = self.keys_and_values(self.wkv_b(latent), k_pe)
+        return k, pad_values(v, k.shape[-1])
+
+    def keys_and_values(self, expanded, k_pe):
+        """What wkv_b made (b, t, h (nope + v)), k_pe -> k (b, t, h, nope + r), v (b, t, h, v)."""
+        nope, dv = self.qk_nope_head_dim, self.v_head_dim
+        k_nope, v = expanded.unflatten(-1, (-1, nope + dv)).split([nope, dv], -1)
+        return torch.cat([k_nope, k_pe[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1), v
 
     def core(self, q_nope, q_pe, latent, k_pe, mask):
         """The attention core, from latents: -> (b, s, h, v)."""

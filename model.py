@@ -343,11 +343,15 @@ class Transformer(nn.Module):
         """x (b, s, d) through the blocks of these names; the rest as forward() has it."""
         table = [t.to(x.device) for t in self.rope_table(positions, x.dtype)]
         positions = positions.to(x.device)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = None if document_ids is None else self.document_mask(document_ids)
         for name in names:
             cache = None if caches is None else caches[name]
             x = self.blocks[name](x, table, mask, balance_seed, positions, cache)
         return x
+
+    def document_mask(self, document_ids):
+        """What the attention cores take as `mask`."""
+        return document_mask(document_ids)
 
     def new_caches(self, batch, max_len, device=None, dtype=None):
         return {name: block.attn.new_cache(batch, max_len, device, dtype)

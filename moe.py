@@ -118,8 +118,8 @@ def grouped_linear(x, counts, *weights, weight_gradient=at_once):
 
     x (n, i), counts (e,) int64, weights (e, o, i) each -> a tuple of (n, o).
     """
-    if x.is_cuda and x.dtype == torch.bfloat16 and weight_gradient is at_once and not any(
-            size % 8 for weight in weights for size in weight.shape[1:]):
+    can = len(x) and x.is_cuda and x.dtype == torch.bfloat16 and weight_gradient is at_once
+    if can and not any(size % 8 for weight in weights for size in weight.shape[1:]):
         ends = counts.cumsum(0).to(torch.int32)
         return tuple(F.grouped_mm(x, weight.transpose(1, 2), offs=ends) for weight in weights)
     return GroupedLinear.apply(x, counts.tolist(), weight_gradient, *weights)
@@ -381,6 +381,14 @@ def max_violation(counts):
     counts = counts.double()
     mean = counts.mean(-1)
     return ((counts.max(-1).values - mean) / mean.clamp(min=1e-9)).mean().item()
+
+
+def expert_load(counts):
+    """The tokens of each expert, a list for each MoE layer, as multiples of the mean; counts as
+    max_violation() has them."""
+    counts = counts.double()
+    load = counts / counts.mean(-1, keepdim=True).clamp(min=1e-9)
+    return [[round(v, 4) for v in layer] for layer in load.tolist()]
 
 
 def reset_counts(model):

@@ -95,6 +95,8 @@ def cut_parameters(model, mesh):
     """Keep this rank's part of each parameter of CUTS, labelled; label the others as partial."""
     axis = mesh["tp"]
     for name, whole in list(model.named_parameters()):
+        if mesh.experts_apart and ".experts." in name:
+            continue  # expert_parallel.py's
         short = re.sub(r"^blocks\.\d+\.", "", name)
         label, cuts, partial = label_of(whole), (), ("tp",)
         if short in CUTS:
@@ -349,12 +351,14 @@ def parallelize(model, mesh):
     for block in model.blocks.values():
         block.forward = functools.partial(enter_block, sequence, block.forward)
         cut_attention(block.attn, sequence)
-        if block.is_moe:
+        if not block.is_moe:
+            cut_swiglu(block.ffn, sequence)
+            continue
+        block.ffn.sum_over_sequence = functools.partial(all_reduce, axis=axis)
+        if not mesh.experts_apart:
             cut_experts(block.ffn, sequence)
-        else:
-            block.ffn.project = functools.partial(column_parallel, (block.ffn.w1, block.ffn.w3),
-                                                  sequence)
-            block.ffn.w2.forward = functools.partial(row_parallel, block.ffn.w2, sequence)
+        elif block.ffn.shared_experts is not None:
+            cut_swiglu(block.ffn.shared_experts, sequence)
 
     def head_loss(hidden, labels, seed=1.0):
         return VocabParallelCrossEntropy.apply(hidden, model.head_weight(), labels, seed, axis,
@@ -379,6 +383,17 @@ def cut_attention(attn, sequence):
     attn.wo.forward = functools.partial(row_parallel, attn.wo, sequence)
 
 
+def cut_swiglu(ffn, sequence):
+    """A SwiGLU's hidden width cut over tp: x (b, s/tp, d), or (b s/tp, d) as shared experts get it,
+    -> (b, s/tp, d)."""
+    def project(x):
+        mine = shard_length(sequence.length, sequence.axis)
+        x = x.reshape(sequence.batch, mine, x.shape[-1])
+        return column_parallel((ffn.w1, ffn.w3), sequence, x)
+    ffn.project = project
+    ffn.w2.forward = functools.partial(row_parallel, ffn.w2, sequence)
+
+
 def cut_experts(moe, sequence):
     """Every expert's hidden width cut over tp: tokens are gathered, and partial sums reduced."""
     plain = moe.routed
@@ -393,33 +408,38 @@ def cut_experts(moe, sequence):
         out = plain(x, gate_weights, expert_ids)  # (n, d), partial sums
         return reduce_sequence(out.unflatten(0, (sequence.batch, -1)), sequence).flatten(0, 1)
     moe.routed = routed
-    moe.sum_over_sequence = lambda counts: all_reduce(counts, sequence.axis)
 
 
 # ---- how many bytes ----
 
-def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False, deferred=False):
+def bytes_sent(config, n, batch, length, width=4, wide=4, repeated=False, deferred=False,
+               experts_apart=False):
     """Bytes that each of n tp ranks sends for a microbatch, forward and backward: a dict by part of
     the model, padding of the sequence included, and "gradients", once a step.
 
     width: bytes of the compute type; wide: of the type of sums. repeated: --recompute full runs
     each block's forward again, but for its last reduce-scatter, of whose result nothing is needed.
     deferred: a pipeline's W gathers again what layers that are cut by columns have read.
+    experts_apart: they have axes of their own, so that tp moves the shared experts' tokens alone.
     """
     c, part = config, -(-length // n)
     share, d = (n - 1) * batch * part, config.dim * width
     latent = (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) * width
     attention, ids = (latent if c.q_lora_rank else d) + d, 4 * c.top_k  # ids as int32
-    moe, moe_layers = 2 * d + c.top_k * wide, c.n_moe_layers()
+    moe, moe_layers, last = 2 * d + c.top_k * wide, c.n_moe_layers(), d
+    if experts_apart:  # whose combine comes last
+        moe, ids, last = (2 * d if c.num_shared_experts else 0), 0, 0
     balanced = bool(c.seq_balance_coeff or c.aux_loss_coeff)
     again, later = int(repeated), d * deferred
+    moe_later = later if experts_apart and c.num_shared_experts else 0  # else tokens are at hand
     sent = {
         "embedding": share * 2 * d,
         "attention": share * c.n_layers * (attention * (2 + again)
                                            + (0 if c.q_lora_rank else later)),
         "dense FFN": share * (c.n_layers - moe_layers) * (4 * d + again * d + later),
-        "MoE": moe_layers * (share * (2 * moe + ids + again * (moe - d + ids)) + balanced * 2
-                             * (n - 1) * -(-batch * (c.num_experts + 1) // n) * wide),
+        "MoE": moe_layers * (share * (2 * moe + ids + again * (moe - last + ids) + moe_later)
+                             + balanced * 2 * (n - 1) * -(-batch * (c.num_experts + 1) // n)
+                             * wide),
         "head": share * (2 * d + 2 * n * wide)}
     norms = 2 * c.dim + (c.q_lora_rank + c.kv_lora_rank if c.is_mla else 0)
     latents = c.dim * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim) if c.is_mla else 0

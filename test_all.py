@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import graphlib
 import importlib
 import itertools
@@ -36,6 +37,7 @@ import threading
 import time
 import traceback
 import unittest.mock
+import weakref
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -53,12 +55,14 @@ import checkpoint
 import collectives
 import data
 import ddp
+import expert_parallel
 import fsdp
 import mla
 import model as model_file
 import moe
 import optim
 import pipeline
+import ring_attention
 import rope
 import tensor_parallel
 import train
@@ -2183,7 +2187,9 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
     (["--fsdp", "2"], "does not divide the 1 ranks"), (["--fsdp", "0"], "at least 1"),
     (["--dp", "0"], "at least 1"), (["--check-parity", "--eval-only"], "--eval-only out"),
     (["--collective-timeout", "1e30"], "at most 1e9"), (["--pp-schedule", "zb-v"], "--pp N"),
-    (["--cp-method", "ulysses"], "ring_attention.py"), (["--ep", "2"], "expert_parallel.py"),
+    (["--cp", "0"], "at least 1"), (["--cp", "2"], "does not divide the 1 ranks"),
+    (["--cp-method", "ulysses"], "--cp N"), (["--ep", "2"], "ep 2 x etp 1"),
+    (["--ep", "0"], "at least 1"), (["--etp", "2"], "etp must be 1 or tp = 1"),
     (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
     (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
@@ -2801,14 +2807,17 @@ def test_a_block_that_only_some_ranks_use_is_reduced_all_the_same(level):
 
 # ---- tensor parallelism ----
 
-def _tp_pair(config, rank, n):
-    """(cut over n ranks, whole): two models with the same values, norms randomised, float64."""
+def _tp_pair(config, rank, n, mesh=None):
+    """(cut over n ranks, or a mesh, whole): two models with the same values, norms randomised,
+    float64."""
     cut, alone = (built(config, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(3)
     with torch.no_grad():
         for p, q in zip(cut.parameters(), alone.parameters()):
             p.copy_(q.add_(torch.randn_like(q), alpha=0.1))
-    tensor_parallel.parallelize(cut, collectives.Mesh(n, rank, tp=n))
+    mesh = mesh or collectives.Mesh(n, rank, tp=n)
+    tensor_parallel.parallelize(cut, mesh)
+    expert_parallel.parallelize(cut, mesh)
     return cut, alone
 
 
@@ -3468,22 +3477,598 @@ def test_drawings_that_can_not_be_are_refused_in_one_line(flags, words, capsys, 
     monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
     assert pipeline.main() == 2
     assert words in capsys.readouterr().err
+# ---- context parallelism ----
+
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_ranks_hold_every_position_once_and_none_is_without(zigzag):
+    for cp, seq_len in itertools.product((1, 2, 3, 4, 7), (1, 2, 5, 7, 8, 13, 16, 100)):
+        if seq_len < cp:
+            continue
+        held = [ring_attention.positions_of(r, cp, seq_len, zigzag) for r in range(cp)]
+        assert sorted(torch.cat(held).tolist()) == list(range(seq_len))
+        assert all((p.diff() > 0).all() for p in held)
+        sizes = [len(p) for p in held]
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 2
+    assert ring_attention.positions_of(1, 2, 8).tolist() == [2, 3, 4, 5]
+    assert ring_attention.positions_of(0, 2, 8).tolist() == [0, 1, 6, 7]
+
+
+RING_DOCUMENTS = [lambda s: None, lambda s: torch.stack([torch.arange(s) * 3 // s,
+                                                         torch.arange(s) // 3])]
+
+
+def _ring_compare(rank, n, seq_len, broken=None):
+    """What differs most between attention over n ranks and attention of one, by case."""
+    mesh, found = collectives.Mesh(n, rank, cp=n), {}
+    heads = 6 if n == 3 else 4
+    with broken() if broken else contextlib.nullcontext():
+        for (kind, layer), method, zigzag, documents in itertools.product(
+                ring_attention.layers(heads, seq_len).items(), ("ring", "allgather", "ulysses"),
+                (True, False), RING_DOCUMENTS):
+            found[kind, method, zigzag, documents(seq_len) is None], _ = ring_attention.compare(
+                *layer, mesh, method, zigzag, documents(seq_len))
+    return found
+
+
+@pytest.mark.parametrize("n, seq_len", [(2, 32), (2, 7), (3, 36), (3, 10), (3, 3), (4, 64),
+                                        (4, 13), (4, 6)])
+def test_attention_over_ranks_is_that_of_one_and_sends_the_formulas_bytes(n, seq_len):
+    for found in ranks(n, _ring_compare, seq_len):
+        assert len(found) == 24 and max(found.values()) < 1e-12, found
+
+
+def _ring_zeros():
+    return unittest.mock.patch.object(
+        ring_attention.Shares, "join", lambda shares, share, owner: share.new_zeros(
+            shares.block_shape(owner)))
+
+
+def _ring_lost():
+    return unittest.mock.patch.object(ring_attention.Shares, "spread",
+                                      lambda shares, share: share.new_zeros(shares.shape))
+
+
+def _ring_averages():
+    def merge(out, lse, new_out, new_lse):
+        out.add_(new_out)
+        lse.copy_(torch.logaddexp(lse, new_lse))
+    return unittest.mock.patch.object(ring_attention, "merge", merge)
+
+
+def _ring_everything():
+    plain = ring_attention.causal_pieces
+
+    def pieces(slices, owner):
+        rows = [slice(0, slices.length(r)) for r in (slices.axis.rank, owner)]
+        return plain(slices, owner) or [(slice(None), *rows, False)]
+    return unittest.mock.patch.object(ring_attention, "causal_pieces", pieces)
+
+
+@pytest.mark.parametrize("broken, suffers", [
+    (_ring_zeros, lambda kind, method, zigzag, alone: method != "ulysses" or kind == "MLA"),
+    (_ring_lost, lambda kind, method, zigzag, alone: method != "ulysses" or kind == "MLA"),
+    (_ring_averages, lambda kind, method, zigzag, alone: method != "ulysses" and alone),
+    (_ring_everything, lambda kind, method, zigzag, alone: method != "ulysses" and not zigzag
+     and alone)])
+def test_a_broken_ring_is_found(broken, suffers):
+    """Without the others' blocks, gradients that do not come home, a merge without weights, and
+    blocks above the diagonal."""
+    found = ranks(2, _ring_compare, 32, broken)
+    for case in found[0]:
+        assert (max(answer[case] for answer in found) > 1e-3) >= suffers(*case), case
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 1e-5),
+                                          (torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
+@pytest.mark.parametrize("s, t, causal", [(9, 9, True), (5, 9, False), (8, 3, False),
+                                          (40, 40, True)])
+@pytest.mark.parametrize("g, dk, dv", [(4, 8, 8), (2, 12, 6), (1, 6, 10)])
+def test_blocks_by_kernel_and_by_formula_add_up_to_attention(dtype, bound, s, t, causal, g, dk, dv):
+    """Two blocks of keys merged, and the gradients through each under the lse and the output of
+    both, beside autograd's of one softmax."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, rows, width, dtype=torch.float64, requires_grad=True)
+               for heads, rows, width in ((4, s, dk), (g, t + 7, dk), (g, t + 7, dv)))
+    scores = q @ k.repeat_interleave(4 // g, 1).mT * 0.3
+    if causal:  # within the first block
+        hidden = ~torch.ones(s, t, dtype=torch.bool).tril()
+        scores = scores.masked_fill(F.pad(hidden, (0, 7)), -math.inf)
+    expected = scores.softmax(-1) @ v.repeat_interleave(4 // g, 1)
+    pull = torch.randn_like(expected)
+    wanted = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, (q, k, v), pull)]
+    wide = torch.promote_types(dtype, torch.float32)
+    pull, q, k, v, whole = (x.detach().to(dtype) for x in (pull, q, k, v, expected))
+    blocks = [(k[:, :, :t], v[:, :, :t], 0.3, causal), (k[:, :, t:], v[:, :, t:], 0.3, False)]
+    for forward, backward in (
+            (ring_attention.attend_block, ring_attention.attend_block_backward),
+            (ring_attention.plain_block, ring_attention.plain_block_backward)):
+        out = torch.zeros(expected.shape, dtype=wide)
+        lse = torch.full(out.shape[:3], -math.inf, dtype=wide)
+        grads = []
+        with unittest.mock.patch.object(ring_attention, "SCORES", 100):  # a few rows at a time
+            for block in blocks:
+                ring_attention.merge(out, lse, *forward(q, *block))
+                grads.append(backward(pull, q, *block[:2], whole, wanted[1].detach().to(wide),
+                                      *block[2:]))
+        (q1, k1, v1), (q2, k2, v2) = grads
+        for ours, one in zip((out, lse, q1.to(wide) + q2, torch.cat([k1, k2], 2),
+                              torch.cat([v1, v2], 2)), wanted):
+            assert _model_relative(ours.double(), one) < bound
+
+
+def _ring_pairs(rank, n, seq_len, method, zigzag):
+    """Pairs of query and key that this rank's kernels were given, forward and backward."""
+    counted, plain = [0, 0], (ring_attention.attend_block, ring_attention.attend_block_backward)
+
+    def count(which):
+        def attend(*args):
+            q, k, causal = args[which], args[which + 1], args[-1]
+            s, t = q.shape[2], k.shape[2]
+            counted[which] += q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if causal else s * t)
+            return plain[which](*args)
+        return attend
+    with unittest.mock.patch.multiple(ring_attention, attend_block=count(0),
+                                      attend_block_backward=count(1)):
+        ring_attention.compare(*ring_attention.layers(4, seq_len)["MLA"],
+                               collectives.Mesh(n, rank, cp=n), method, zigzag)
+    return counted
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_zigzag_work_is_equal_and_the_causal_half(n, method):
+    seq_len = 16 * n
+    whole = 2 * 4 * seq_len * (seq_len + 1) // 2  # sequences, heads
+    found = ranks(n, _ring_pairs, seq_len, method, True)
+    for way in zip(*found):
+        assert sum(way) == whole and max(way) <= 1.02 * min(way)
+    if method == "ring":
+        for way in zip(*ranks(n, _ring_pairs, seq_len, method, False)):
+            assert sum(way) == whole and max(way) > 1.9 * min(way)
+
+
+def _ring_v3_bytes(rank, n):
+    """Bytes of a forward pass with DeepSeek-V3's attention, and the formula's."""
+    c = make_config("deepseek-v3", ["n_layers=1", "n_dense_layers=1"])
+    attn = mla.MLA(8, c.n_heads, 0, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim,
+                   c.v_head_dim, 1e-6, 0.1)
+    mesh, length = collectives.Mesh(n, rank, cp=n), 4
+    slices = ring_attention.Slices(mesh["cp"], length * n)
+    collectives.ledger.clear()
+    with torch.no_grad():
+        ring_attention.latent_core(
+            attn, slices, mesh["tp"], "ring", torch.ones(1, length, 128, 128),
+            torch.ones(1, length, 128, 64), torch.ones(1, length, 512),
+            torch.ones(1, length, 64), None)
+    full = (n - 1) * length * c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim
+                                           + c.v_head_dim) * 4
+    return collectives.ledger.by_axis()["cp"], full, (n - 1) * length * (512 + 64) * 4
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_deepseek_v3_moves_a_70th_of_its_keys_and_values(n):
+    for sent, full, formula in ranks(n, _ring_v3_bytes):
+        assert sent == formula and sent * 70 <= full
+
+
+def _ring_model_bytes(rank, n, model, overrides, tp, recompute, length, method):
+    """The ledger's cp and tp bytes of a microbatch, and the formulas'."""
+    config = make_config(model, overrides)
+    mesh = collectives.Mesh(n, rank, cp=n // tp, tp=tp)
+    whole = built(config, dtype=torch.float64)
+    tensor_parallel.parallelize(whole, mesh)
+    ring_attention.parallelize(whole, mesh, length, method)
+    apply_recompute(whole, recompute)
+    cp = mesh["cp"]
+    positions = ring_attention.positions_of(cp.rank, cp.size, length)
+    tokens = torch.randint(config.vocab_size, (3, length))[:, positions]
+    collectives.ledger.clear()
+    whole.head_loss(whole(tokens, positions, balance_seed=1.0), tokens).backward()
+    sent = collectives.ledger.by_axis()
+    formula = ring_attention.bytes_sent(config, cp.size, cp.rank, 3, length, method, True, tp, 8, 8,
+                                        recompute == "full")
+    inside = tensor_parallel.bytes_sent(config, tp, 3, len(positions), 8, 8, recompute == "full")
+    inside.pop("gradients")
+    return ((sent["cp"], sent.get("tp", 0)),
+            (formula["attention"] + formula["balance"], formula["over tp"] + sum(inside.values())))
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("n, tp, recompute, length, model, overrides", [
+    (2, 1, "full", 15, "tiny", []), (4, 2, "none", 16, "tiny", ["q_lora_rank=0"]),
+    (4, 2, "full", 7, "tiny", ["seq_balance_coeff=0"]), (3, 1, "selective", 16, "tiny",
+                                                         ["n_heads=6"]),
+    (4, 2, "none", 9, "tiny-dense", ["n_kv_heads=1"])])
+def test_cp_sends_the_bytes_of_the_formula(n, tp, recompute, length, model, overrides, method):
+    for sent, formula in ranks(n, _ring_model_bytes, model, overrides, tp, recompute, length,
+                               method):
+        assert sent == formula
+
+
+def _ring_peak(rank, n, seq_len):
+    """Peak bytes that attention of this rank allocates, forward and backward."""
+    attn = mla.MLA(8, 4, 0, 8, 16, 8, 16, 1e-6, 0.1)
+    mesh = collectives.Mesh(n, rank, cp=n)
+    slices = ring_attention.Slices(mesh["cp"], seq_len)
+    inputs = [torch.randn(1, slices.length(rank), *width, requires_grad=True)
+              for width in ((4, 16), (4, 8), (8,), (8,))]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ring_attention.latent_core(attn, slices, mesh["tp"], "ring", *inputs,
+                                   None).sum().backward()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def test_attention_memory_grows_linearly():
+    """Bytes a position at four lengths, and twice the length on twice the ranks."""
+    peaks = [max(ranks(2, _ring_peak, length)) / length for length in (2048, 4096, 6144, 8192)]
+    assert max(peaks) < 1.2 * min(peaks) and peaks[-1] < 1.05 * peaks[0], peaks
+    assert max(ranks(4, _ring_peak, 4096)) < 1.1 * 2048 * peaks[0], peaks
+
+
+def _ring_expanded(rank, n):
+    """How many blocks' keys were alive whenever another block was expanded."""
+    alive, seen, plain = [], [], ring_attention.expand_latents
+
+    def expand(*args):
+        seen.append(sum(k() is not None for k in alive))
+        k, v = plain(*args)
+        alive.append(weakref.ref(k))
+        return k, v
+    with unittest.mock.patch.object(ring_attention, "expand_latents", expand):
+        ring_attention.compare(*ring_attention.layers()["MLA"], collectives.Mesh(n, rank, cp=n),
+                               "ring", True)
+    return seen
+
+
+def test_keys_and_values_exist_for_one_block_at_a_time():
+    for seen in ranks(4, _ring_expanded):
+        assert seen == [0] * 8  # 4 blocks forward, 4 backward
+
+
+def _ring_documents(rank, n, method):
+    """(change of documents 1 and 2, gradient of their outputs) by document 0's tokens. Without
+    experts, whose products' rounding depends on how many tokens they get."""
+    config = make_config("tiny", ["n_layers=3", "num_experts=0"])
+    mesh, ids = collectives.Mesh(n, rank, cp=n), torch.tensor([[0] * 9 + [1] * 12 + [2] * 9])
+    torch.manual_seed(0)
+    cut = built(config, dtype=torch.float64)
+    tokens = torch.randint(config.vocab_size, (1, 30))
+    ring_attention.parallelize(cut, mesh, 30, method)
+    positions = ring_attention.positions_of(rank, n, 30)
+    later = positions >= 9
+    with torch.no_grad():
+        before = cut(tokens[:, positions], positions, ids)[:, later]
+        changed = tokens.clone()
+        changed[0, 4] = (changed[0, 4] + 1) % config.vocab_size
+        after = cut(changed[:, positions], positions, ids)
+        apart = (after[:, later] - before).abs().max()
+    embedded = []
+    cut.embed.register_forward_hook(lambda module, args, out: embedded.append(out))
+    out = cut(tokens[:, positions], positions, ids)
+    gradient, = torch.autograd.grad(out[:, later].sum(), embedded)
+    return apart.item(), gradient[:, ~later].abs().sum().item(), gradient[:, later].abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_packed_documents_stay_apart_over_ranks(method):
+    for apart, gradient, others in ranks(2, _ring_documents, method):
+        assert apart == 0 and gradient == 0 and others
+
+
+def test_blocks_that_no_document_crosses_are_skipped():
+    axis = collectives.Axis("cp", (0, 1, 2, 3), 2)
+    slices = ring_attention.Slices(axis, 32)  # rank 2 has 8..11 and 20..23
+    ids = (torch.arange(32) // 8)[None]
+    pieces = ring_attention.plan(slices, ids)
+    assert [len(p) for p in pieces] == [0, 0, 2, 1]  # 16..19 of rank 3, before 20..23
+    assert pieces[3] == [(slice(0, 1), slice(4, 8), slice(4, 8), False)]
+    whole = ring_attention.plan(ring_attention.Slices(ring_attention.ALONE, 32, False), ids)
+    everyone = [ring_attention.plan(dataclasses.replace(
+        slices, axis=dataclasses.replace(axis, rank=r)), ids) for r in range(4)]
+    assert sum(ring_attention.pairs(p) for plans in everyone for p in plans) == sum(
+        map(ring_attention.pairs, whole)) == 4 * 8 * 9 // 2
+
+
+@pytest.mark.parametrize("cp, tp, seq_len, method, words", [
+    (3, 1, 16, "ulysses", "cp=3 does not divide the 4 heads.*use 1, 2, 4"),
+    (4, 2, 16, "ulysses", "the 2 heads of a rank.*use 1, 2"),
+    (8, 1, 7, "ring", "cp=8 leaves a rank without any of seq_len=7.*at most 7")])
+def test_what_cp_can_not_divide_is_refused_with_the_legal_values(cp, tp, seq_len, method, words):
+    with pytest.raises(ValueError, match=words):
+        ring_attention.check(make_config("tiny"), cp, tp, seq_len, method)
+    ring_attention.check(make_config("tiny"), 3, 1, 16, "ring")
+
+
+def test_cp_is_checked_before_a_group_forms(train_text, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    flags = [*_train_flags(train_text), "--cp", "3", "--cp-method", "ulysses"]
+    with pytest.raises(ValueError, match="cp=3 does not divide the 4 heads"):
+        train.prepare(train.build_parser().parse_args(flags), train.quiet)
+# ---- expert parallelism ----
+
+def _ep_compare(rank, n, sizes, cases):
+    """The demonstration's comparison with one process: case -> largest difference."""
+    mesh, worst = collectives.Mesh(n, rank, **sizes), {}
+    for i, options in enumerate(cases):
+        options = dict(options)
+        torch.manual_seed(i)
+        x = torch.randn(options.pop("tokens", 40), 16, dtype=torch.float64)
+        expert_parallel.compare(str(options), mesh, x, worst, **options)
+    return worst
+
+
+EP_ROUTING = [{}, {"score_func": "softmax", "route_norm": False}, {"plain": True},
+              {"n_group": 4, "topk_group": 2, "route_scale": 2.5, "top_k": 4}, {"top_k": 12},
+              {"top_k": 1, "route_norm": False}]  # else its gate weight is 1 and has no gradient
+
+
+@pytest.mark.parametrize("n, sizes", [
+    (2, dict(fsdp=2, ep=2)), (3, dict(fsdp=3, ep=3)), (4, dict(fsdp=4, ep=4)),
+    (4, dict(fsdp=4, ep=2)), (4, dict(dp=2, fsdp=2, ep=2)), (4, dict(tp=4, ep=4)),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2)), (3, dict(tp=3, etp=1)), (4, dict(cp=2, tp=2, ep=4)),
+    (6, dict(fsdp=2, tp=3, ep=2, etp=3))])
+def test_experts_on_other_ranks_give_the_outputs_and_gradients_of_one_process(n, sizes):
+    """Experts of one rank, of none; all tokens to one rank; one token in all; ranks without any."""
+    top = {"top_k": 2}
+    cases = [c for c in EP_ROUTING if not ("plain" in c and sizes.get("etp", 1) > 1)]
+    cases += [{"bias": [9.0] * 2 + [0.0] * 10, **top}, {"bias": [0.0] * 11 + [-9.0], **top},
+              {"tokens": 1}, {"tokens": 1, **top, "shares": [0] * (n - 1) + [1]},
+              {"tokens": 61, "shares": [60] + [0] * (n - 2) + [1], **top}]
+    for worst in ranks(n, _ep_compare, sizes, [{"experts": 12, **case} for case in cases]):
+        assert len(worst) >= 2 * len({str(c) for c in cases}) - 2
+        assert max(worst.values()) < 1e-12, worst
+
+
+def _ep_bytes(rank, n, sizes, overrides, recompute, deferred, length):
+    """The ledger of two microbatches beside the formulas, given what each rank sent."""
+    mesh, config = collectives.Mesh(n, rank, **sizes), make_config("tiny", overrides)
+    model, _ = _tp_pair(config, rank, n, mesh)
+    apply_recompute(model, recompute)
+    layers = moe.moe_layers(model)
+    tokens = torch.randint(config.vocab_size, (2, n, 3, length))[:, rank // mesh["tp"].size]
+    found, formula = collections.Counter(), collections.Counter()
+    ep, etp, full = mesh["ep"], mesh["etp"], recompute == "full"
+    for layer in layers:
+        layer.sends = []
+    for rows in tokens:
+        collectives.ledger.clear()
+        loss, queue = model.head_loss(model(rows, balance_seed=1.0), rows), []
+        with collectives.weights_wait(queue) if deferred else contextlib.nullcontext():
+            loss.backward()
+        collectives.drain(queue)
+        found.update(collectives.ledger.by_axis())
+    for layer in layers:
+        assert len(layer.sends) == (4 if full else 2)
+        for sends in layer.sends[::2 if full else 1]:  # a microbatch's, and its repetition
+            matrix = expert_parallel.send_matrix(sends, ep)
+            got = torch.tensor([expert_parallel.rows_got(matrix, ep.rank)])
+            over_ep, over_etp = expert_parallel.bytes_sent(
+                config, matrix, ep.rank, 8, 8, etp.size,
+                int(collectives.all_gather(got, etp).max()), full)
+            formula.update(ep=over_ep, etp=over_etp)
+    if mesh["tp"].size > 1:
+        over_tp = tensor_parallel.bytes_sent(config, mesh["tp"].size, 3, length, 8, 8, full,
+                                             deferred, experts_apart=True)
+        over_tp.pop("gradients")
+        formula["tp"] = 2 * sum(over_tp.values())
+    return +found, +formula
+
+
+@pytest.mark.parametrize("n, sizes, overrides, recompute, deferred", [
+    (4, dict(fsdp=4, ep=4), [], "none", False),
+    (3, dict(fsdp=3, ep=3), ["num_experts=6"], "full", False),
+    (4, dict(tp=4, ep=2), ["top_k=6"], "full", False),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2), ["num_shared_experts=0"], "selective", True),
+    (4, dict(fsdp=2, tp=2, ep=2, etp=2), [], "full", True),
+    (2, dict(tp=2, etp=1), [], "full", False)])
+def test_ep_sends_the_bytes_of_the_formula(n, sizes, overrides, recompute, deferred):
+    for found, formula in ranks(n, _ep_bytes, sizes, overrides, recompute, deferred, 7):
+        assert found == formula and found
+
+
+def _ep_v3_routing(rank, n):
+    """Bytes of DeepSeek-V3's routing at random scores, once a rank and once an expert."""
+    mesh, sent = collectives.Mesh(n, rank, fsdp=n, ep=n), []
+    x = torch.randn(1, 48, 1024, generator=torch.Generator().manual_seed(rank))
+    for plain in (False, True):
+        layer = moe.MoE(1024, 4, 256, top_k=8, n_group=8, topk_group=4)
+        torch.nn.init.normal_(layer.router.weight, std=0.02)
+        expert_parallel.cut_experts(layer, mesh)
+        if plain:
+            layer.routed = functools.partial(expert_parallel.routed_once_per_expert, layer,
+                                             mesh["ep"])
+        layer.sends = []
+        collectives.ledger.clear()
+        layer(x.clone().requires_grad_()).sum().backward()
+        sent.append(collectives.ledger.by_axis()["ep"])
+    return sent
+
+
+def test_v3s_routing_once_a_rank_is_about_half_of_once_an_expert():
+    """Everything that travels counts: numbers of rows, gate weights, numbers of experts."""
+    once, each = map(sum, zip(*ranks(8, _ep_v3_routing, timeout=120)))
+    assert 0.4 < once / each < 0.55, once / each
+
+
+@pytest.mark.parametrize("name, ep, changes, published", [
+    ("deepseek-v3", 8, {}, 3.629), ("deepseek-v3", 8, dict(n_group=1, topk_group=1), 5.295),
+    ("deepseek-v3", 64, dict(n_group=1, topk_group=1), 7.676), ("deepseek-v2", 8, {}, 2.770),
+    ("deepseek-v2", 8, dict(n_group=1, topk_group=1), 4.459)])
+def test_expected_copies_have_the_golden_values(name, ep, changes, published):
+    config = dataclasses.replace(PRESETS[name], **changes)
+    assert expert_parallel.expected_copies(config, ep) == pytest.approx(published, abs=5e-4)
+
+
+@pytest.mark.parametrize("groups, kept, ep", [(1, 1, 3), (4, 2, 2), (4, 2, 4), (4, 3, 6), (2, 1, 6),
+                                              (6, 3, 4)])
+def test_expected_copies_equal_counting_every_choice(groups, kept, ep):
+    config = make_config("tiny", ["num_experts=12", f"n_group={groups}", f"topk_group={kept}",
+                                  "top_k=3"])
+    size, seen = 12 // groups, []
+    for chosen in itertools.combinations(range(groups), kept):
+        reach = [e for e in range(12) if e // size in chosen]
+        seen += [len({e // (12 // ep) for e in experts})
+                 for experts in itertools.combinations(reach, 3)]
+    assert expert_parallel.expected_copies(config, ep) == pytest.approx(sum(seen) / len(seen))
+
+
+def _ep_sequence(rank, n):
+    """What happens when, and everything that a second identical run computes."""
+    runs = []
+    for _ in range(2):
+        said, layer = [], expert_parallel.made()
+        expert_parallel.cut_experts(layer, collectives.Mesh(n, rank, fsdp=n, ep=n))
+        plain, land = layer.shared_experts.forward, expert_parallel.Trip.land
+
+        def shared(x):
+            out = plain(x)
+            said.append("shared")
+            out.register_hook(lambda grad: said.append("shared"))
+            return out
+        layer.shared_experts.forward = shared
+        watched = unittest.mock.patch.multiple(
+            expert_parallel, pack=lambda *a: said.append("sent") or pack(*a))
+        pack = expert_parallel.pack
+        with watched, unittest.mock.patch.object(
+                expert_parallel.Trip, "land", lambda trip: said.append("here") or land(trip)):
+            x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(rank)).double()
+            out = layer(x)
+            out.square().sum().backward()
+        runs.append((said, [out, *(p.grad for p in layer.parameters())]))
+    same = all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1]))
+    return runs[0][0], same
+
+
+def test_shared_experts_compute_while_tokens_travel_and_runs_repeat_bit_for_bit():
+    for said, same in ranks(4, _ep_sequence):
+        assert said == ["sent", "shared", "here"] * 2 and same
+
+
+@pytest.mark.parametrize("ep, etp, overrides, words", [
+    (3, 1, [], "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
+    (16, 1, [], "use 1, 2, 4 or 8"), (2, 1, ["num_experts=0"], "no experts.*use ep=1"),
+    (2, 1, ["n_dense_layers=4"], "no experts"), (2, 4, ["moe_inter_dim=5"], "moe_inter_dim=5")])
+def test_what_ep_can_not_cut_is_refused_with_the_legal_values(ep, etp, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        expert_parallel.check(make_config("tiny", overrides), ep, etp)
+
+
+def test_a_carving_that_does_not_fit_is_refused_with_the_legal_ones():
+    with pytest.raises(ValueError, match="with etp 1 use ep 1, 2, 4 or 8; with etp 2 use ep 1, 2 "
+                                         "or 4"):
+        collectives.mesh_sizes(8, fsdp=4, tp=2, ep=3)
+
+
+def _ep_equal(rank, n, flags):
+    """After some AdamW steps: what this rank holds, by name, and whom it shares it with."""
+    run = train.build(*_layout_plan(rank, n, flags), train.quiet)
+    for _ in range(6):
+        found = train.train_step(run)
+    held = {name: master.detach().clone() for name, master in run.owner.named_masters()}
+    biases = [layer.expert_bias.clone() for layer in moe.moe_layers(run.model)]
+    return held, biases, found
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_ranks_with_the_same_experts_stay_equal_and_hold_a_part_of_all(zero, train_text):
+    """dp 2 x fsdp 2 with ep 2: ranks 0 and 2 have the first half of the experts. With zero 1 those
+    are whole, since efsdp is 1."""
+    flags = [*_layout_flags(train_text), "--dtype", "fp32", "--steps", "9", "--dp", "2", "--fsdp",
+             "2", "--ep", "2", "--zero", zero, "--log-every", "3"]
+    answers = ranks(4, _ep_equal, flags)
+    alone, biases, found = ranks(1, _ep_equal, [*flags[:-10], "--log-every", "3"])[0]
+    assert sum(".experts." in name for name in alone) == 9
+    for name, whole in alone.items():
+        parts = [held[name] for held, *_ in answers]
+        assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
+        if ".experts." in name:
+            assert parts[0].numel() * 2 == whole.numel() and not torch.equal(parts[0], parts[1])
+    for _, ours, metrics in answers:
+        assert all(torch.equal(a, b) for a, b in zip(ours, biases))
+        assert metrics["expert_load"] == found["expert_load"] and len(found["expert_load"]) == 3
+        for load in metrics["expert_load"]:
+            assert len(load) == 8 and sum(load) == pytest.approx(8, abs=1e-3)
+
+
+def _ep_shards(rank, n, level, sizes):
+    """Bytes that sharded experts and the rest send by axis beside fsdp's formula, and numbers held
+    beside those of the whole model."""
+    config = make_config("tiny", ["n_layers=3", "vocab_size=61"])
+    mesh, model = collectives.Mesh(n, rank, **sizes), built(config, dtype=torch.float64)
+    whole = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    expert_parallel.parallelize(model, mesh)
+    here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    sharded = fsdp.Sharded(model, mesh, level, torch.float64)
+    collectives.ledger.clear()
+    fsdp.train_steps(model, sharded, torch.randint(61, (1, 2, 2, 16)), steps=1)
+    sent, formula = collectives.ledger.by_axis(), {}
+    for axis in ("shard", "efsdp"):
+        shards = [sum(len(unit.master) for unit in layer if unit.axis.name == axis)
+                  for layer in sharded.layers]
+        formula[axis] = fsdp.bytes_sent(shards, level, 8, mesh[axis].size, 2)
+    mine = sum(master.numel() for name, master in sharded.named_masters() if ".experts." in name)
+    return {axis: sent.get(axis, 0) for axis in formula}, formula, here / whole, mine / whole
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("n, sizes, efsdp", [(4, dict(fsdp=4, ep=2), 2), (2, dict(fsdp=2, ep=2), 1),
+                                             (6, dict(fsdp=6, ep=2), 3)])
+def test_experts_are_sharded_over_efsdp_alone(level, n, sizes, efsdp):
+    for sent, formula, here, mine in ranks(n, _ep_shards, level, sizes):
+        assert sent == formula and sent["shard"] and bool(sent["efsdp"]) == (efsdp > 1)
+        assert here == 1 / 2 and mine == pytest.approx(1 / 2 / efsdp, rel=0.07)
+
+
+def _ep_waiting(rank, n):
+    """Gradients of experts on other ranks that waited beside those that did not: how many waited,
+    how much draining sent, the largest difference."""
+    layers = [expert_parallel.made() for _ in range(2)]
+    x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(rank)).double()
+    mesh, queue = collectives.Mesh(n, rank, fsdp=n, ep=n), []
+    for layer in layers:
+        expert_parallel.cut_experts(layer, mesh)
+    pipeline.let_weights_wait(layers[0])
+    with collectives.weights_wait(queue):
+        layers[0](x).square().sum().backward()
+    waited = [p.grad is None for p in layers[0].experts.parameters()]
+    collectives.ledger.clear()
+    collectives.drain(queue)
+    sent = collectives.ledger.by_axis()
+    layers[1](x).square().sum().backward()
+    return waited, sent, max(map(collectives.difference, *(
+        [p.grad for p in layer.parameters()] for layer in layers)))
+
+
+def test_experts_on_other_ranks_leave_their_weight_gradients_for_later_and_those_send_nothing():
+    for waited, sent, difference in ranks(2, _ep_waiting):
+        assert waited == [True] * 3 and not sent and difference < 1e-13
+
+
+def test_stacked_experts_that_do_not_divide_are_cut_along_their_rows():
+    cut = torch.empty(4, 6, 5)
+    assert [fsdp.cut_dim(cut, n) for n in (1, 2, 4)] == [0, 0, 0]
+    assert [fsdp.cut_dim(cut, n) for n in (3, 5, 8)] == [1, 1, 1]
+    assert fsdp.cut_dim(torch.empty(4, 6), 3) == 0
 
 
 # ---- any layout is the same run ----
 
 def legal_layouts(world_size):
     """Every layout of that many ranks, flag -> value; each technique adds its own."""
-    def divisors(n):
-        return [d for d in range(1, n + 1) if n % d == 0]
-    for pp in divisors(world_size):
-        for tp in divisors(world_size // pp):
-            for fsdp_size in divisors(world_size // pp // tp):
-                for zero in range(4):
-                    for schedule, virtual in PIPELINES if pp > 1 else [("1f1b", 1)]:
-                        yield {"pp": pp, "dp": world_size // pp // tp // fsdp_size,
-                               "fsdp": fsdp_size, "tp": tp, "zero": zero,
-                               "pp-schedule": schedule, "virtual-stages": virtual}
+    for pp, cp, tp, fsdp_size in itertools.product(collectives.divisors(world_size), repeat=4):
+        if world_size % (pp * cp * tp * fsdp_size):
+            continue
+        for etp, zero in itertools.product(sorted({1, tp}), range(4)):
+            for ep in collectives.divisors(fsdp_size * cp * tp // etp):
+                for schedule, virtual in PIPELINES if pp > 1 else [("1f1b", 1)]:
+                    yield {"pp": pp, "dp": world_size // (pp * cp * tp * fsdp_size),
+                           "fsdp": fsdp_size, "cp": cp, "tp": tp, "ep": ep, "etp": etp,
+                           "zero": zero, "pp-schedule": schedule, "virtual-stages": virtual}
 
 
 SETTINGS = {"model": ["tiny", "tiny-dense"], "micro-batch-size": ["12", "1"],
@@ -3491,10 +4076,11 @@ SETTINGS = {"model": ["tiny", "tiny-dense"], "micro-batch-size": ["12", "1"],
 
 
 def _layout_shapes(model, layout, choose):
-    """A model's shapes and a length of sequences for one case, chosen among those that matter:
-    vocabularies, sequences and layers that do not divide, key/value heads, latents, tied
-    embeddings."""
-    tp = layout["tp"]
+    """A model's shapes, a length of sequences and what is given with --cp for one case, chosen
+    among those that matter: vocabularies, sequences and layers that do not divide, key/value heads,
+    latents, tied embeddings, numbers of experts that efsdp divides or not, every kind of routing.
+    """
+    cp, tp = layout["cp"], layout["tp"]
     heads = 6 if tp % 3 == 0 else 4
     fields = {"n_heads": heads, "vocab_size": choose([259, 512]),
               "tie_embeddings": choose(["false", "true"])}
@@ -3509,7 +4095,11 @@ def _layout_shapes(model, layout, choose):
                                        and (g % tp == 0 or tp % g == 0)])
     else:
         fields["q_lora_rank"] = choose([32, 0])
-    return choose([16, 15, 7]), fields
+        fields.update(num_experts=choose([6, 12]) if layout["ep"] % 3 == 0 else choose([4, 8]),
+                      **choose([{}, {"score_func": "softmax", "aux_loss_coeff": 0.01},
+                                {"n_group": 2, "topk_group": 1, "bias_update_speed": 0.01}]))
+    methods = ["ring", "allgather"] + ["ulysses"] * (heads // tp % cp == 0) if cp > 1 else ["ring"]
+    return choose([16, 15, 7]), fields, choose(methods), choose([True, False, False])
 
 
 def _layout_microbatch(layout, micro, choose):
@@ -3531,33 +4121,36 @@ def _layout_microbatch(layout, micro, choose):
 
 
 def _layout_cases(everything):
-    """(world_size, flags): every layout of 1, 2, 3, 4, 6 and 8 ranks with every setting, and shapes
+    """(world_size, flags): every layout of 1, 2, 3, 4, 6 and 8 ranks with two settings and shapes
     that vary from case to case; or of up to 4 ranks a fixed sample in which every pair comes of
     axes in use, one of an odd size, schedule, setting and shape."""
     cases = {}  # (world_size, flags) -> its settings
     for world_size in (1, 2, 3, 4, 6, 8) if everything else (1, 2, 3, 4):
         for layout in legal_layouts(world_size):
             settings = list(itertools.product(*SETTINGS.values()))
-            if not everything:
-                settings = random.Random(f"{layout}").sample(settings, 2)
-            for chosen in settings:
+            for chosen in random.Random(f"{layout}").sample(settings, 2):
+                apart = layout["ep"] > 1 or layout["etp"] < layout["tp"]
+                if apart:  # tiny-dense has no experts
+                    chosen = "tiny", *chosen[1:]
                 choose = random.Random(f"{layout} {chosen}").choice
-                length, fields = _layout_shapes(chosen[0], layout, choose)
+                length, fields, method, isolated = _layout_shapes(chosen[0], layout, choose)
                 micro = _layout_microbatch(layout, chosen[1], choose)
                 if micro is None:
                     continue
                 words = {**layout, **dict(zip(SETTINGS, chosen)), "seq-len": length,
-                         "micro-batch-size": micro}
+                         "micro-batch-size": micro, "cp-method": method}
                 flags = [x for name, value in words.items() for x in (f"--{name}", str(value))]
                 flags += ["--override", *(f"{k}={v}" for k, v in fields.items())]
+                flags += ["--isolate-documents"] * isolated
                 ragged = 12 // (layout["dp"] * layout["fsdp"]) % micro > 0
-                axes = ("pp", "dp", "fsdp", "tp")
+                axes = ("pp", "dp", "fsdp", "cp", "tp", "ep")
                 odd = next((axis for axis in axes if layout[axis] % 2 and layout[axis] > 1), None)
                 cases[world_size, tuple(flags)] = (
                     *(layout[axis] > 1 for axis in axes), odd, layout["zero"],
-                    (layout["pp-schedule"], layout["virtual-stages"]), *chosen, length, ragged,
+                    (layout["pp-schedule"], layout["virtual-stages"]), method, isolated,
+                    layout["etp"] < layout["tp"], *chosen, length, ragged,
                     *(fields.get(key) for key in ("vocab_size", "tie_embeddings", "n_kv_heads",
-                                                  "q_lora_rank")))
+                                                  "q_lora_rank", "num_experts", "n_group")))
     return list(cases) if everything else _layout_sample(cases)
 
 
@@ -3607,6 +4200,53 @@ def test_any_layout_is_the_same_run(layout_case, train_text):
     assert answers[0][1][-1] == "PASS" and len(answers[0][1]) >= 6
 
 
+@pytest.mark.parametrize("n, more", [
+    (4, "--pp 2 --cp 2 --pp-schedule zb-h1 --seq-len 7 --zero 3"),
+    (4, "--pp 2 --cp 2 --ep 2 --pp-schedule zb-v --isolate-documents --recompute full"),
+    (6, "--pp 2 --cp 3 --ep 3 --override num_experts=6"),
+    (8, "--pp 2 --cp 2 --tp 2 --ep 2 --etp 2 --pp-schedule zb-v --seq-len 7")])
+def test_pipelines_of_cut_sequences_and_of_experts_are_the_same_run(n, more, train_text):
+    flags = [*_train_flags(train_text), "--seq-len", "16", "--batch-size", "8",
+             "--micro-batch-size", "1", *more.split()]
+    answers = ranks(n, _layout_parity, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
+def _layout_in_order(rank, n, flags):
+    """check_parity of a layout in which cp's ranks hold one stretch of each sequence."""
+    whole, positions = ring_attention.parallelize, ring_attention.positions_of
+    with unittest.mock.patch.multiple(
+            ring_attention, parallelize=lambda *args: whole(*args, zigzag=False),
+            positions_of=lambda r, cp, s, zigzag=False: positions(r, cp, s, zigzag)):
+        return _layout_parity(rank, n, flags)
+
+
+@pytest.mark.parametrize("n, more", [
+    (2, ["--isolate-documents"]), (3, ["--seq-len", "7"]),
+    (4, ["--tp", "2", "--model", "tiny-dense", "--cp-method", "allgather"]),
+    (4, ["--fsdp", "2", "--cp-method", "ulysses", "--seq-len", "15"])])
+def test_placement_in_order_is_the_same_run_too(n, more, train_text):
+    cp = str(n // 2 if n == 4 else n)
+    flags = [*_train_flags(train_text), "--batch-size", "4", "--seq-len", "16", "--cp", cp, *more]
+    answers = ranks(n, _layout_in_order, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
+@pytest.mark.parametrize("n, more", [
+    (2, ["--cp", "2"]), (3, ["--cp", "3", "--cp-method", "allgather", "--seq-len", "31"]),
+    (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses", "--recompute", "full"]),
+    (4, ["--cp", "4", "--model", "tiny-dense", "--zero", "3", "--seq-len", "29"])])
+def test_short_documents_are_the_same_run(n, more, tmp_path):
+    """Documents of 1 to 15 letters, several in every chunk, some in two or three."""
+    choose, path = random.Random(0), tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": "".join(choose.choices(
+        "abcdef", k=choose.randint(1, 15)))}) + "\n" for _ in range(400)))
+    flags = ["--data", str(path), "--isolate-documents", "--batch-size", "4", "--seq-len", "32",
+             "--device", "cpu", *more]
+    answers = ranks(n, _layout_parity, flags)
+    assert all(code == 0 for code, _ in answers), "\n".join(answers[0][1])
+
+
 def _layout_broken(rank, n, flags, how):
     """check_parity of a layout in which something is wrong."""
     plain_reduce, plain_sums = collectives.reduce_scatter, ddp.all_reduce
@@ -3624,12 +4264,34 @@ def _layout_broken(rank, n, flags, how):
             tensor * (1 + 1e-6 * (not collectives.label_of(master).cuts)), master, mesh)
     if how == "partial gradients are left so":
         tensor_parallel.sum_partial_gradients = lambda masters, axis: None
+    plain_counts, plain_positions = ring_attention.sum_over_cp, train.context_positions
+    if how == "balance losses see a chunk":
+        ring_attention.sum_over_cp = lambda axis, sum_here, counts: sum_here(counts)
+    if how == "positions begin anew on every rank":
+        train.token_loss = functools.partial(_layout_local_positions, train.token_loss)
+    plain_arrange = expert_parallel.arrange
+    if how == "a token is lost":
+        expert_parallel.arrange = lambda goes: plain_arrange(
+            goes & (torch.arange(len(goes)) > 0)[:, None] if rank else goes)
+    plain_axis = fsdp._axis_name
+    if how == "experts are summed over all":
+        fsdp._axis_name = lambda p: "shard"
     try:
         return _layout_parity(rank, n, flags)
     finally:
         ddp.all_reduce, fsdp.reduce_scatter = plain_sums, plain_reduce
         tensor_parallel.sum_partial_gradients = plain_partial
         train.sum_over_ranks, train.piece = plain_step, plain_piece
+        ring_attention.sum_over_cp = plain_counts
+        train.context_positions = plain_positions
+        train.token_loss = getattr(train.token_loss, "args", [train.token_loss])[0]
+        expert_parallel.arrange, fsdp._axis_name = plain_arrange, plain_axis
+
+
+def _layout_local_positions(token_loss, run, batch, *args):
+    """token_loss() with rotary tables that begin at 0 on every rank."""
+    train.context_positions = lambda run: torch.arange(batch.tokens.shape[1])
+    return token_loss(run, batch, *args)
 
 
 @pytest.mark.parametrize("how, layout", [("a reduction is an average", ["--dp", "2"]),
@@ -3637,7 +4299,12 @@ def _layout_broken(rank, n, flags, how):
                                          ("the loss is off by 3e-9", ["--dp", "2"]),
                                          ("the loss is off by 3e-9", ["--pp", "2"]),
                                          ("one copy is another", ["--tp", "2"]),
-                                         ("partial gradients are left so", ["--tp", "2"])])
+                                         ("partial gradients are left so", ["--tp", "2"]),
+                                         ("balance losses see a chunk", ["--cp", "2"]),
+                                         ("positions begin anew on every rank", ["--cp", "2"]),
+                                         ("a token is lost", ["--fsdp", "2", "--ep", "2"]),
+                                         ("experts are summed over all", ["--fsdp", "2", "--ep",
+                                                                          "2"])])
 def test_a_wrong_layout_is_found(how, layout, train_text):
     flags = [*_train_flags(train_text), "--batch-size", "4", *layout]
     answers = ranks(2, _layout_broken, flags, how)
@@ -3667,7 +4334,13 @@ CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (3, ["--pp", "3", "--pp-schedule", "zb-h1"]),
                       (2, ["--pp", "2", "--pp-schedule", "interleaved", "--virtual-stages", "2"]),
                       (4, ["--pp", "2", "--pp-schedule", "dualpipe-v", "--tp", "2"]),
-                      (4, ["--pp", "2", "--pp-schedule", "zb-v", "--fsdp", "2", "--zero", "3"])]
+                      (4, ["--pp", "2", "--pp-schedule", "zb-v", "--fsdp", "2", "--zero", "3"]),
+                      (3, ["--cp", "3", "--zero", "2"]),
+                      (4, ["--cp", "2", "--tp", "2", "--cp-method", "ulysses"]),
+                      (4, ["--fsdp", "4", "--ep", "4"]),
+                      (4, ["--tp", "2", "--fsdp", "2", "--ep", "2", "--etp", "2", "--zero", "1"]),
+                      (4, ["--dp", "2", "--tp", "2", "--ep", "2", "--zero", "0"]),
+                      (4, ["--pp", "2", "--cp", "2", "--ep", "2", "--pp-schedule", "zb-v"])]
 
 
 @pytest.fixture(scope="module")
@@ -3715,7 +4388,10 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_r
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
                                     ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"],
                                     ["--tp", "2"], ["--tp", "2", "--zero", "3"],
-                                    ["--pp", "2", "--pp-schedule", "zb-v"]])
+                                    ["--pp", "2", "--pp-schedule", "zb-v"],
+                                    ["--cp", "2"],
+                                    ["--fsdp", "2", "--ep", "2"],
+                                    ["--tp", "2", "--ep", "2", "--zero", "0"]])
 def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
     flags = [*_layout_flags(train_text), "--steps", "4", "--dtype", dtype]
@@ -3744,7 +4420,8 @@ def _layout_overflow(rank, n, flags):
     return seen, float(sum(m.abs().double().sum() for _, m in run.owner.named_masters()))
 
 
-@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"],
+@pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2"], ["--tp", "2"], ["--cp", "2"],
+                                    ["--fsdp", "2", "--ep", "2"],
                                     ["--pp", "2", "--pp-schedule", "zb-h1"]])
 def test_an_overflow_on_one_rank_is_skipped_by_all(layout, train_text):
     flags = [*_layout_flags(train_text), "--steps", "9", "--dtype", "fp16", *layout]

@@ -43,17 +43,19 @@ import torch.distributed as dist
 
 import checkpoint
 import data
+import expert_parallel
 import optim
 import pipeline
+import ring_attention
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
                          leave, ledger, local_part, local_region, mesh_sizes)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
-                   flops_per_token, full_value, generate, make_config, override_config, sample,
-                   starting_part, total_parameters, zero_buffers)
-from moe import max_violation, reset_counts, update_expert_bias
+                   count_parameters, flops_per_token, full_value, generate, make_config,
+                   override_config, sample, starting_part, total_parameters, zero_buffers)
+from moe import expert_load, max_violation, reset_counts, update_expert_bias
 
 # Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
 # contains counts.
@@ -64,8 +66,6 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 
 # Flags whose techniques have no file yet: the value that means "not used", and what is missing.
 NOT_YET = {
-    "cp": (1, "ring_attention.py"), "cp_method": ("ring", "ring_attention.py"),
-    "ep": (1, "expert_parallel.py"), "etp": (1, "expert_parallel.py"),
     "async_save": (False, "a process group of its own"),
 }
 
@@ -123,7 +123,8 @@ FLAGS = {
                                           "dualpipe-v"], "pipeline schedule")),
         ("--virtual-stages", value(int, 1, "stages per rank of the interleaved schedule")),
         ("--ep", value(int, 1, "ranks that share the experts")),
-        ("--etp", value(int, 1, "ranks that share each expert")),
+        ("--etp", value(int, None, "ranks that share each expert: 1 or tp; none = tp with --ep 1, "
+                        "else 1")),
         ("--device", choice("auto", ["auto", "cpu", "cuda"], "auto = cuda where there is one"))],
     "numerics": [
         ("--dtype", choice("fp32", list(DTYPES), "compute type; bf16 and fp16 keep float32 "
@@ -182,8 +183,8 @@ def check_flags(args):
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
-                        ("fsdp", 1), ("tp", 1), ("pp", 1), ("virtual_stages", 1),
-                        ("collective_timeout", 1), ("stop_timeout", 1)):
+                        ("fsdp", 1), ("cp", 1), ("tp", 1), ("pp", 1), ("virtual_stages", 1),
+                        ("ep", 1), ("collective_timeout", 1), ("stop_timeout", 1)):
         number = getattr(args, name)
         if not least <= number <= 1e9:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be at least {least} and at "
@@ -227,16 +228,16 @@ def launched():
 
 def layout_of(args):
     """Axis -> size, as the flags say."""
-    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "tp")}
+    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp", "ep", "etp")}
 
 
 def check_layout(args):
-    """Fill in --dp and --zero. Raises ValueError when the ranks that were started are not those of
-    the layout, or the batch can't be divided among them."""
+    """Fill in --dp, --etp and --zero. Raises ValueError when the ranks that were started are not
+    those of the layout, or the batch can't be divided among them."""
     if args.dp is not None and args.dp < 1:
         raise ValueError(f"--dp {args.dp} must be at least 1")
-    sizes, _ = mesh_sizes(launched()[1], **layout_of(args))
-    args.dp = sizes["dp"]
+    sizes, experts = mesh_sizes(launched()[1], **layout_of(args))
+    args.dp, args.etp = sizes["dp"], experts["etp"]
     if args.zero is None:
         args.zero = 0 if args.fsdp == 1 else 3 if args.pp == 1 else 1
     readers = args.dp * args.fsdp
@@ -249,6 +250,9 @@ def check_layout(args):
         raise ValueError(f"--pp-schedule {args.pp_schedule} --virtual-stages {args.virtual_stages} "
                          "order the work of pipeline ranks, and there is one; add --pp N or leave "
                          "them out")
+    if args.cp == 1 and args.cp_method != "ring":
+        raise ValueError(f"--cp-method {args.cp_method} says how the ranks of a sequence attend, "
+                         "and there is one; add --cp N or leave it out")
 
 
 def count_microbatches(args):
@@ -319,11 +323,13 @@ def prepare(args, report=print):
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
     tensor_parallel.check(config, args.tp)
+    expert_parallel.check(config, args.ep, args.etp)
+    ring_attention.check(config, args.cp, args.tp, args.seq_len, args.cp_method)
     if args.pp > 1:
         pipeline.check(args.pp_schedule, args.pp, count_microbatches(args), args.virtual_stages,
                        config.n_layers)
     device = pick_device(args.device)
-    refuse_too_large(args.model or "the model", config, device, training_bytes(args))
+    refuse_too_large(args.model or "the model", config, device, training_bytes(args, config))
     tokenizer = data.load_tokenizer(args.tokenizer)
     data.check_vocabulary(tokenizer, config.vocab_size)
     streams = data.open_corpus(args.data, tokenizer, args.errors, progress=report)
@@ -348,8 +354,8 @@ def set_up(args, report=print):
 
 def build(plan, mesh, report=print):
     """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
-    on the meta device, pipeline stages, tensor parallelism, recompute, memory and values, data
-    parallelism, optimizer."""
+    on the meta device, pipeline stages, tensor, expert and context parallelism, recompute, memory
+    and values, data parallelism, optimizer."""
     args, dtype = plan.args, DTYPES[plan.args.dtype]
     with torch.device("meta"):
         model = Transformer(plan.config)
@@ -359,6 +365,8 @@ def build(plan, mesh, report=print):
     if args.pp > 1:
         stages = pipeline.split(model, mesh, args.pp_schedule, args.virtual_stages)
     tensor_parallel.parallelize(model, mesh)
+    expert_parallel.parallelize(model, mesh)
+    ring_attention.parallelize(model, mesh, args.seq_len, args.cp_method)
     apply_recompute(model, args.recompute)
     if args.zero:
         zero_buffers(model, plan.device)
@@ -368,11 +376,11 @@ def build(plan, mesh, report=print):
     else:
         take_memory(model, plan.device, torch.promote_types(dtype, torch.float32))
         fill(model.named_parameters(), plan, mesh)
-        alone = mesh["data"].size == 1
+        alone = mesh["data"].size == mesh["edata"].size == 1
         owner = optim.MixedPrecision(model, dtype, accumulate=alone)
         reducer = None if alone else Replicas(
             model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()},
-            [model.get_parameter(name) for name in stages.twice] if stages else ())
+            [model.get_parameter(name) for name in stages.twice] if stages else (), mesh["edata"])
     optimizer = optim.make_optimizer(
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
     counted = [master for _, master in owner.named_masters()
@@ -440,12 +448,18 @@ def available_memory(device):
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def training_bytes(args):
-    """Bytes per parameter of the whole model on this rank: itself and, when training, gradient,
-    master weight, optimizer state (the table of fsdp.py). tp cuts all but a few, pp by
-    blocks."""
-    parameters, gradients, moments = (size / args.tp / args.pp for size in bytes_held(
-        1, 1 / args.fsdp, 1 / args.fsdp, args.zero, DTYPES[args.dtype].itemsize, args.fsdp))
+def training_bytes(args, config):
+    """Bytes per parameter of the whole model on this rank, on average: itself and, when training,
+    gradient, master weight, optimizer state (the table of fsdp.py). tp cuts all but a few, ep and
+    etp the experts, pp by blocks."""
+    def held(cut, shards):
+        return [size / cut / args.pp for size in bytes_held(
+            1, 1 / shards, 1 / shards, args.zero, DTYPES[args.dtype].itemsize, shards)]
+    experts = count_parameters(config)["routed experts"][0] / total_parameters(config)[0]
+    shards, cut = args.fsdp * args.cp, args.ep * args.etp
+    parameters, gradients, moments = (
+        (1 - experts) * dense + experts * expert for dense, expert in zip(
+            held(args.tp, shards), held(cut, shards * args.tp // cut)))
     if args.eval_only:  # levels 2 and 3 have their shard of the gradients from the start
         return parameters + (gradients if args.zero > 1 else 0)
     return parameters + gradients + (moments if args.optimizer == "adamw" else 0)
@@ -461,7 +475,7 @@ def refuse_too_large(name, config, device, bytes_each):
         raise ValueError(f"{name}: {number:,} parameters at {bytes_each:g} bytes each take "
                          f"{number * bytes_each / 1e9:,.1f} GB, and {device} has "
                          f"{free / 1e9:,.1f} GB free for this rank; use a smaller model or dtype, "
-                         "more ranks with --fsdp or --tp, or a machine with more memory")
+                         "more ranks with --fsdp, --tp or --ep, or a machine with more memory")
 
 
 def find_resumed(args):
@@ -529,6 +543,7 @@ def train_step(run, asked=()):
     readers = run.mesh["batch"]
     count = args.batch_size // readers.size
     batch = run.batches.get(run.step, readers.rank * count, count)  # this rank's rows
+    batch = own_positions(run, batch)
     valid = (batch.labels != data.IGNORED).sum().double().to(run.device) * speaks_for_batch(run)
     valid = int(all_reduce(valid, run.mesh["world"]))
     seed, balance_seed = scale / max(valid, 1), scale / args.batch_size
@@ -544,7 +559,6 @@ def train_step(run, asked=()):
     if not run.scaler.active:
         stop_if_not_finite(run, "gradient norm", norm)
 
-    violation = max_violation(counts)
     lr = optim.learning_rate(run.updates, args.steps, args.lr, args.min_lr, args.warmup,
                              args.lr_schedule)
     if not overflow:
@@ -555,8 +569,7 @@ def train_step(run, asked=()):
     run.step += 1
     run.tokens += valid
     seconds = time.perf_counter() - start
-    return metrics(run, loss, norm, lr, seconds, violation, balance_loss / args.batch_size,
-                   overflow)
+    return metrics(run, loss, norm, lr, seconds, counts, balance_loss / args.batch_size, overflow)
 
 
 def speaks_for_batch(run):
@@ -591,10 +604,22 @@ def forward_backward(run, batch, seed, balance_seed):
 
 
 def blank(run, sequences):
-    """Memory for the hidden states of so many sequences, as they travel between stages."""
-    length = tensor_parallel.shard_length(run.args.seq_len, run.mesh["tp"])
+    """Memory for the hidden states of so many sequences, as they travel between stages: of this
+    rank's positions, which its neighbours of the pipeline have too."""
+    length = tensor_parallel.shard_length(len(context_positions(run)), run.mesh["tp"])
     return torch.empty(sequences, length, run.model.config.dim, dtype=DTYPES[run.args.dtype],
                        device=run.device)
+
+
+def own_positions(run, batch):
+    """Of each sequence the positions that this rank has under cp; document ids stay whole."""
+    positions = context_positions(run)
+    return batch._replace(tokens=batch.tokens[:, positions], labels=batch.labels[:, positions])
+
+
+def context_positions(run):
+    axis = run.mesh["cp"]
+    return ring_attention.positions_of(axis.rank, axis.size, run.args.seq_len)
 
 
 def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None):
@@ -603,9 +628,9 @@ def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None)
     tokens, labels, document_ids = (None if t is None else t[rows].to(run.device, non_blocking=True)
                                     for t in batch)
     if run.stages:
-        return run.stages.forward(run.model, stage, x, tokens, labels, None, document_ids, seed,
-                                  balance_seed)
-    hidden = run.model(tokens, document_ids=document_ids, balance_seed=balance_seed)
+        return run.stages.forward(run.model, stage, x, tokens, labels, context_positions(run),
+                                  document_ids, seed, balance_seed)
+    hidden = run.model(tokens, context_positions(run), document_ids, balance_seed)
     return run.model.head_loss(hidden, labels, seed)
 
 
@@ -666,6 +691,7 @@ def evaluate(run):
     among the ranks."""
     readers, sums = run.mesh["batch"], torch.zeros(2, dtype=torch.float64, device=run.device)
     for batch in run.validation.in_order(EVAL_SEQUENCES):
+        batch = own_positions(run, batch)
         share, size = -(-len(batch.tokens) // readers.size), run.args.micro_batch_size
         begin, stop = (min(r * share, len(batch.tokens)) for r in (readers.rank, readers.rank + 1))
         starts = range(readers.rank * share, (readers.rank + 1) * share, size)
@@ -684,8 +710,10 @@ def evaluate(run):
     return total / count
 
 
-def metrics(run, loss, norm, lr, seconds, violation, balance_loss, skipped):
-    """A line of metrics.jsonl: losses are per token, mfu counts causal attention alone."""
+def metrics(run, loss, norm, lr, seconds, counts, balance_loss, skipped):
+    """A line of metrics.jsonl: losses are per token, mfu counts causal attention alone. counts: the
+    step's tokens (layers, e). The load of each expert, which are many numbers, is in every
+    --log-every-th line."""
     args, config = run.args, run.model.config
     rate = args.batch_size * args.seq_len / seconds
     flops = flops_per_token(config, args.seq_len)
@@ -695,7 +723,9 @@ def metrics(run, loss, norm, lr, seconds, violation, balance_loss, skipped):
                      if run.peak_flops else None),
              "memory_bytes": memory_bytes(run.device), "comm_bytes": ledger.by_axis()}
     if config.num_experts:
-        found.update(max_vio=violation, balance_loss=balance_loss)
+        found.update(max_vio=max_violation(counts), balance_loss=balance_loss)
+        if run.step % args.log_every == 0:
+            found.update(expert_load=expert_load(counts))
     if run.scaler.active:
         found.update(loss_scale=run.scaler.scale, skipped=skipped)
     return found
@@ -946,7 +976,7 @@ def describe(run):
           f"{args.dtype} on {run.device}, {torch.get_num_threads()} threads")
     if run.mesh.world_size > 1:
         print(f"layout: {run.mesh.world_size} ranks as {run.mesh}, zero {args.zero}; order: build "
-              f"on meta, {'pipeline, ' * bool(run.stages)}tensor, recompute, "
+              "on meta, pipeline, tensor, expert, context, recompute, "
               f"{'shard, values' if args.zero else 'values, replicate'}, optimizer")
     print(f"data: {run.train_stream.name}: {run.train_stream.n_tokens:,} tokens to train on, "
           f"{run.validation_stream.n_tokens:,} to validate on; tokenizer {args.tokenizer}")
