@@ -772,18 +772,19 @@ def show_schedule(name, p, m, virtual, costs, latency, svg=None):
     return found
 
 
-def run_beside_one_process(rank, n, name, m, overrides, worst):
+def run_beside_one_process(rank, n, name, m, virtual, overrides, worst):
     """m microbatches of a small model through the ranks, and in one process: loss and gradients.
     Returns the Pipeline."""
     from model import built, make_config
-    config = make_config("tiny", [f"n_layers={2 * n}", "vocab_size=61", *overrides])
+    layers = max(2 * n, len(place_stages(name, n, virtual)))
+    config = make_config("tiny", [f"n_layers={layers}", "vocab_size=61", *overrides])
     model, alone = (built(config, dtype=torch.float64) for _ in range(2))
     torch.manual_seed(0)
     with torch.no_grad():  # norms as they start would hide errors of scale
         for p, q in zip(model.parameters(), alone.parameters()):
             p.copy_(q.add_(torch.randn_like(q), alpha=0.05))
     tokens, labels = torch.randint(61, (2, m, 2, 12))
-    stages = split(model, Mesh(n, rank, pp=n), name, usual_virtual(name))
+    stages = split(model, Mesh(n, rank, pp=n), name, virtual)
     losses = stages.train(m, lambda stage, i, x: stages.forward(
         model, stage, x, tokens[i], labels[i], seed=0.01, balance_seed=0.1),
         lambda i: torch.empty(2, 12, config.dim, dtype=torch.float64), 0.01)
@@ -801,14 +802,16 @@ def run_beside_one_process(rank, n, name, m, overrides, worst):
     return stages
 
 
-def show(rank, n, names, m):
-    """Schedules drawn and run; what ran when, of the last one."""
+def show(rank, n, names, m, virtual=None, *drawing):
+    """Schedules drawn and run; what ran when, of the last one. drawing: costs, latency and file of
+    show_schedule()."""
     worst = {}
     for name in names:
+        v = virtual or usual_virtual(name)
         if rank == 0:
-            show_schedule(name, n, m, usual_virtual(name), parse_costs([]), 0.0)
+            show_schedule(name, n, m, v, *(drawing or (parse_costs([]), 0.0)))
         for overrides in ([], ["tie_embeddings=true"]):
-            stages = run_beside_one_process(rank, n, name, m, overrides, worst)
+            stages = run_beside_one_process(rank, n, name, m, v, overrides, worst)
     begin = stages.timeline[0][1]
     everyone = [None] * n
     dist.all_gather_object(everyone, [(part, start - begin, end - begin)
@@ -946,7 +949,7 @@ def main():
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--schedule", choices=list(SCHEDULES), help="draw this one; under torchrun "
                        "run it")
-    flags.add_argument("--pp", type=int, default=4, help="ranks")
+    flags.add_argument("--pp", type=int, help="ranks: 4, or those of torchrun")
     flags.add_argument("--microbatches", type=int, default=8)
     flags.add_argument("--virtual-stages", type=int, default=None, help="stages a rank of "
                        "interleaved: 2")
@@ -959,20 +962,31 @@ def main():
     if args.bench:
         codes = [spawn(bench, n, 9) for n in (2, 4)] + [spawn(bench_rest, 4, 16, 0.05)]
         return max(codes)
-    if "RANK" in os.environ:
-        return spawn(show, 0, [args.schedule or "1f1b"], args.microbatches)
-    if not args.schedule:
+    launched = "RANK" in os.environ
+    if len(sys.argv) == 1 and not launched:
         return spawn(show, 2, list(SCHEDULES), 4)
     try:
-        if min(args.pp, args.microbatches) < 1 or args.latency < 0:
-            raise ValueError("--pp and --microbatches must be at least 1, --latency at least 0")
-        virtual = args.virtual_stages or usual_virtual(args.schedule)
-        show_schedule(args.schedule, args.pp, args.microbatches, virtual,
-                      parse_costs(args.costs), args.latency, args.svg)
+        n = int(os.environ["WORLD_SIZE"]) if launched else 4 if args.pp is None else args.pp
+        name, m, drawing = args.schedule, args.microbatches, (
+            parse_costs(args.costs), args.latency, args.svg)
+        if name is None and launched:
+            name = "1f1b"
+        if name is None:
+            raise ValueError(f"say which --schedule: {', '.join(SCHEDULES)}")
+        virtual = args.virtual_stages or usual_virtual(name)
+        if args.pp not in (None, n):
+            raise ValueError(f"--pp {args.pp}, and torchrun has started {n} ranks; leave --pp out")
+        if min(n, m, virtual) < 1 or args.latency < 0:
+            raise ValueError("--pp, --microbatches and --virtual-stages must be at least 1, "
+                             "--latency at least 0")
+        check(name, n, m, virtual)
+        if not launched:
+            show_schedule(name, n, m, virtual, *drawing)
     except (ValueError, OSError) as error:
-        print(f"pipeline.py: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pipeline.py: {error}", file=sys.stderr)
         return 2
-    return 0
+    return spawn(show, 0, [name], m, virtual, *drawing) if launched else 0
 
 
 if __name__ == "__main__":

@@ -3471,7 +3471,8 @@ def test_schedules_are_drawn_in_text_and_svg(name, tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("flags, words", [
     ("--schedule interleaved --pp 3 --microbatches 4", "use 3 or 6 microbatches"),
-    ("--schedule 1f1b --pp 0", "at least 1"), ("--schedule 1f1b --costs F=-1", "--costs F=-1"),
+    ("--pp 3", "say which --schedule: gpipe"), ("--schedule 1f1b --pp 0", "at least 1"),
+    ("--schedule 1f1b --costs F=-1", "--costs F=-1"),
     ("--schedule 1f1b --svg /nowhere/a.svg", "/nowhere/a.svg")])
 def test_drawings_that_can_not_be_are_refused_in_one_line(flags, words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
