@@ -3478,6 +3478,8 @@ def test_drawings_that_can_not_be_are_refused_in_one_line(flags, words, capsys, 
     monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
     assert pipeline.main() == 2
     assert words in capsys.readouterr().err
+
+
 # ---- context parallelism ----
 
 @pytest.mark.parametrize("zigzag", [True, False])
@@ -3790,6 +3792,8 @@ def test_cp_is_checked_before_a_group_forms(train_text, monkeypatch):
     flags = [*_train_flags(train_text), "--cp", "3", "--cp-method", "ulysses"]
     with pytest.raises(ValueError, match="cp=3 does not divide the 4 heads"):
         train.prepare(train.build_parser().parse_args(flags), train.quiet)
+
+
 # ---- expert parallelism ----
 
 def _ep_compare(rank, n, sizes, cases):
@@ -4441,7 +4445,8 @@ def _die_in_a_save(rank, n, folder):
     try:
         checkpoint.save(folder, 1, {"model.x": piece}, {"step": 1})
     except collectives.CollectiveError as error:
-        Path(folder, f"seen-{rank}").write_text(str(error))
+        Path(folder, f"said-{rank}").write_text(str(error))
+        os.replace(Path(folder, f"said-{rank}"), Path(folder, f"seen-{rank}"))  # whole or not there
 
 
 def test_a_rank_that_dies_in_a_save_is_a_lost_rank_to_the_others(tmp_path):
