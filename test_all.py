@@ -3482,18 +3482,23 @@ def test_drawings_that_can_not_be_are_refused_in_one_line(flags, words, capsys, 
 
 # ---- context parallelism ----
 
+def _cp_positions(rank, cp, seq_len, zigzag=True):
+    axis = collectives.Axis("cp", tuple(range(cp)), rank)
+    return ring_attention.Slices(axis, seq_len, zigzag).positions(rank)
+
+
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_ranks_hold_every_position_once_and_none_is_without(zigzag):
     for cp, seq_len in itertools.product((1, 2, 3, 4, 7), (1, 2, 5, 7, 8, 13, 16, 100)):
         if seq_len < cp:
             continue
-        held = [ring_attention.positions_of(r, cp, seq_len, zigzag) for r in range(cp)]
+        held = [_cp_positions(r, cp, seq_len, zigzag) for r in range(cp)]
         assert sorted(torch.cat(held).tolist()) == list(range(seq_len))
         assert all((p.diff() > 0).all() for p in held)
         sizes = [len(p) for p in held]
-        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 2
-    assert ring_attention.positions_of(1, 2, 8).tolist() == [2, 3, 4, 5]
-    assert ring_attention.positions_of(0, 2, 8).tolist() == [0, 1, 6, 7]
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    assert _cp_positions(1, 2, 8).tolist() == [2, 3, 4, 5]
+    assert _cp_positions(0, 2, 8).tolist() == [0, 1, 6, 7]
 
 
 RING_DOCUMENTS = [lambda s: None, lambda s: torch.stack([torch.arange(s) * 3 // s,
@@ -3663,7 +3668,7 @@ def _ring_model_bytes(rank, n, model, overrides, tp, recompute, length, method):
     ring_attention.parallelize(whole, mesh, length, method)
     apply_recompute(whole, recompute)
     cp = mesh["cp"]
-    positions = ring_attention.positions_of(cp.rank, cp.size, length)
+    positions = _cp_positions(cp.rank, cp.size, length)
     tokens = torch.randint(config.vocab_size, (3, length))[:, positions]
     collectives.ledger.clear()
     whole.head_loss(whole(tokens, positions, balance_seed=1.0), tokens).backward()
@@ -3742,7 +3747,7 @@ def _ring_documents(rank, n, method):
     cut = built(config, dtype=torch.float64)
     tokens = torch.randint(config.vocab_size, (1, 30))
     ring_attention.parallelize(cut, mesh, 30, method)
-    positions = ring_attention.positions_of(rank, n, 30)
+    positions = _cp_positions(rank, n, 30)
     later = positions >= 9
     with torch.no_grad():
         before = cut(tokens[:, positions], positions, ids)[:, later]
@@ -3778,8 +3783,10 @@ def test_blocks_that_no_document_crosses_are_skipped():
 
 
 @pytest.mark.parametrize("cp, tp, seq_len, method, words", [
-    (3, 1, 16, "ulysses", "cp=3 does not divide the 4 heads.*use 1, 2, 4"),
-    (4, 2, 16, "ulysses", "the 2 heads of a rank.*use 1, 2"),
+    (3, 1, 16, "ulysses", "cp=3 does not divide n_heads / tp = 4.*use --cp 2 or 4, or --cp-method"),
+    (4, 2, 16, "ulysses", "cp=4 does not divide n_heads / tp = 2.*use --cp 2, or"),
+    (3, 1, 3, "ulysses", "cp=3 does not divide n_heads / tp = 4.*use --cp 2, or"),
+    (2, 4, 16, "ulysses", "cp=2 does not divide n_heads / tp = 1,.*use --cp-method ring"),
     (8, 1, 7, "ring", "cp=8 leaves a rank without any of seq_len=7.*at most 7")])
 def test_what_cp_can_not_divide_is_refused_with_the_legal_values(cp, tp, seq_len, method, words):
     with pytest.raises(ValueError, match=words):
@@ -3790,7 +3797,7 @@ def test_what_cp_can_not_divide_is_refused_with_the_legal_values(cp, tp, seq_len
 def test_cp_is_checked_before_a_group_forms(train_text, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     flags = [*_train_flags(train_text), "--cp", "3", "--cp-method", "ulysses"]
-    with pytest.raises(ValueError, match="cp=3 does not divide the 4 heads"):
+    with pytest.raises(ValueError, match="cp=3 does not divide n_heads / tp = 4"):
         train.prepare(train.build_parser().parse_args(flags), train.quiet)
 
 
@@ -4219,10 +4226,10 @@ def test_pipelines_of_cut_sequences_and_of_experts_are_the_same_run(n, more, tra
 
 def _layout_in_order(rank, n, flags):
     """check_parity of a layout in which cp's ranks hold one stretch of each sequence."""
-    whole, positions = ring_attention.parallelize, ring_attention.positions_of
+    whole, slices = ring_attention.parallelize, ring_attention.Slices
     with unittest.mock.patch.multiple(
             ring_attention, parallelize=lambda *args: whole(*args, zigzag=False),
-            positions_of=lambda r, cp, s, zigzag=False: positions(r, cp, s, zigzag)):
+            Slices=lambda axis, seq_len, zigzag=False: slices(axis, seq_len, zigzag)):
         return _layout_parity(rank, n, flags)
 
 

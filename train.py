@@ -619,14 +619,14 @@ def own_positions(run, batch):
 
 def context_positions(run):
     axis = run.mesh["cp"]
-    return ring_attention.positions_of(axis.rank, axis.size, run.args.seq_len)
+    return ring_attention.Slices(axis, run.args.seq_len).positions(axis.rank)
 
 
 def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None):
-    """Token loss summed over some rows of a batch, which come to the device for it. Of a pipeline
-    rank: a stage's output, given the one before's."""
-    tokens, labels, document_ids = (None if t is None else t[rows].to(run.device, non_blocking=True)
-                                    for t in batch)
+    """Token loss summed over some rows of a batch, which come to the device for it (document ids
+    where attention wants them). Of a pipeline rank: a stage's output, given the one before's."""
+    tokens, labels, document_ids = (None if t is None else t[rows] for t in batch)
+    tokens, labels = (t.to(run.device, non_blocking=True) for t in (tokens, labels))
     if run.stages:
         return run.stages.forward(run.model, stage, x, tokens, labels, context_positions(run),
                                   document_ids, seed, balance_seed)
