@@ -2440,6 +2440,22 @@ def test_a_layout_that_does_not_multiply_is_refused_with_the_product(world, size
     assert words in str(error.value)
 
 
+def test_sizes_that_are_offered_instead_are_the_nearest_and_are_taken():
+    assert collectives.nearest_sizes(8, dict(pp=1, fsdp=1, cp=1, tp=3)) == (
+        "start a multiple of 3 ranks with torchrun, or use --tp 4; or --tp 2; or --tp 8")
+    assert collectives.nearest_sizes(8, dict(pp=1, dp=3, fsdp=1, cp=1, tp=2)) == (
+        "start 6 ranks with torchrun, or use --dp 4; or --dp 2 --tp 4; or --dp 2 --cp 2")
+    for world, pp, dp, tp in itertools.product((1, 6, 7, 16), (1, 3), (None, 2, 5), (2, 4)):
+        wanted = dict(pp=pp, dp=dp, tp=tp)
+        try:
+            collectives.mesh_sizes(world, **wanted)
+        except ValueError as error:
+            for words in re.split("or use |; or ", str(error))[1:]:
+                offered = re.findall(r"--(\w+) (\d+)", words)
+                assert offered
+                collectives.mesh_sizes(world, **{**wanted, **{k: int(v) for k, v in offered}})
+
+
 def _collectives_demo(rank, n):
     worst = {}
     torch.manual_seed(rank)
@@ -2963,8 +2979,8 @@ def test_ranks_with_different_rows_of_the_vocabulary_agree_on_the_chunks():
 
 
 @pytest.mark.parametrize("tp, overrides, words", [
-    (3, [], "tp=3 does not divide n_heads=4; use 1, 2, 4"),
-    (8, [], "use 1, 2, 4"), (4, ["vocab_size=5"], "vocab_size=5"),
+    (3, [], "tp=3 does not divide n_heads=4; use 1, 2 or 4"),
+    (8, [], "use 1, 2 or 4"), (4, ["vocab_size=5"], "vocab_size=5"),
     (2, ["moe_inter_dim=1"], "moe_inter_dim=1"),
 ])
 def test_what_tp_can_not_cut_is_refused_with_the_legal_values(tp, overrides, words):
@@ -2974,7 +2990,7 @@ def test_what_tp_can_not_cut_is_refused_with_the_legal_values(tp, overrides, wor
 
 def test_key_value_heads_that_tp_can_not_share_are_refused():
     config = make_config("tiny-dense", ["n_heads=12", "n_kv_heads=4"])
-    with pytest.raises(ValueError, match="tp=3 and n_kv_heads=4.*use 1, 2, 4, 12"):
+    with pytest.raises(ValueError, match="tp=3 and n_kv_heads=4.*use 1, 2, 4 or 12"):
         tensor_parallel.check(config, 3)
     for tp in (1, 2, 4, 12):
         tensor_parallel.check(config, tp)
@@ -4426,7 +4442,8 @@ def _layout_of_one(flags):
                                     ["--tp", "2", "--ep", "2", "--zero", "0"]])
 def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
-    flags = [*_layout_flags(train_text), "--steps", "3", "--dtype", dtype, "--micro-batch-size", "4"]
+    flags = [*_layout_flags(train_text), "--steps", "3", "--micro-batch-size", "4",
+             "--dtype", dtype]
     expected = _layout_of_one(tuple(flags))
     for found, validation, _ in ranks(2, _layout_run, [*flags, *layout]):
         assert validation == pytest.approx(expected[1], rel=2e-3)

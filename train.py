@@ -49,7 +49,7 @@ import pipeline
 import ring_attention
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
-                         leave, ledger, local_part, local_region, mesh_sizes)
+                         leave, ledger, local_part, local_region, mesh_sizes, one_of)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
@@ -242,10 +242,10 @@ def check_layout(args):
         args.zero = 0 if args.fsdp == 1 else 3 if args.pp == 1 else 1
     readers = args.dp * args.fsdp
     if args.batch_size % readers:
+        below = args.batch_size // readers * readers
         raise ValueError(f"--batch-size {args.batch_size} can't be divided among dp {args.dp} x "
                          f"fsdp {args.fsdp} = {readers} ranks; use "
-                         f"{max(args.batch_size // readers, 1) * readers} or "
-                         f"{(args.batch_size // readers + 1) * readers}")
+                         + one_of([n for n in (below, below + readers) if n]))
     if args.pp == 1 and (args.pp_schedule, args.virtual_stages) != ("1f1b", 1):
         raise ValueError(f"--pp-schedule {args.pp_schedule} --virtual-stages {args.virtual_stages} "
                          "order the work of pipeline ranks, and there is one; add --pp N or leave "
