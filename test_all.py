@@ -3830,6 +3830,16 @@ def _ep_compare(rank, n, sizes, cases):
     return worst
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("d, slots", [(16, 3), (15, 2), (15, 1)])
+def test_a_message_of_16_bits_is_read_as_it_was_packed(rows, d, slots):
+    sent = (torch.randn(rows, d).bfloat16(), torch.randn(rows, slots),
+            torch.randint(0, 300, (rows, slots)))
+    trip = unittest.mock.Mock(d=d, slots=slots, wide=torch.float32)
+    for ours, theirs in zip(expert_parallel.unpack(expert_parallel.pack(*sent), trip), sent):
+        assert torch.equal(ours, theirs)
+
+
 EP_ROUTING = [{}, {"score_func": "softmax", "route_norm": False}, {"plain": True},
               {"n_group": 4, "topk_group": 2, "route_scale": 2.5, "top_k": 4}, {"top_k": 12},
               {"top_k": 1, "route_norm": False}]  # else its gate weight is 1 and has no gradient
