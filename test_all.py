@@ -4513,11 +4513,12 @@ def test_a_rank_that_dies_in_a_save_is_a_lost_rank_to_the_others(tmp_path):
     assert checkpoint.newest(tmp_path) is None
 
 
-def _torchrun(n, *flags, **options):
+def _torchrun(n, *flags, launcher=(), **options):
     """A run on n ranks; each one's pid is in its /proc environment."""
+    launcher = launcher or ["--master-port", str(_free_port())]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n),
-         "--master-port", str(_free_port()), str(HERE / "train.py"), *flags],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), *launcher,
+         str(HERE / "train.py"), *flags],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
 
@@ -4614,6 +4615,19 @@ def test_a_rank_that_fails_shows_its_own_traceback_once(train_text, tmp_path):
     said = process.communicate(timeout=60)[0]
     assert process.returncode != 0
     assert said.count("Is a directory") == 1 and "no sign of" not in said, said
+
+
+def test_two_nodes_are_one_run(train_text, tmp_path):
+    """Two agents of torchrun, two ranks each, meet as README's nodes do."""
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "run1", "--rdzv-endpoint",
+               f"localhost:{_free_port()}"]
+    flags = [*_train_flags(train_text), "--batch-size", "4", "--seq-len", "16", "--steps", "2",
+             "--pp", "2", "--fsdp", "2", "--ep", "2", "--out", str(tmp_path)]
+    nodes = [_torchrun(2, *flags, launcher=meeting) for _ in range(2)]
+    said = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert sorted("validation loss" in words for words in said) == [False, True]  # rank 0 speaks
+    assert checkpoint.newest(tmp_path).name == "step-2"
 
 
 def test_wrong_layouts_are_refused_once_with_the_numbers(train_text):
