@@ -307,7 +307,8 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        # given a matrix, since drawing one on the meta device imports torch's compiler
+        self.embed = nn.Embedding.from_pretrained(torch.empty(c.vocab_size, c.dim), freeze=False)
         self.blocks = nn.ModuleDict({str(i): Block(c, i) for i in range(c.n_layers)})
         self.norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.head = None if c.tie_embeddings else nn.Linear(c.dim, c.vocab_size, bias=False)
