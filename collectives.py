@@ -731,11 +731,17 @@ def leave(code):
     os._exit(code)
 
 
-def spawn(function, n, *args, timeout=120):
+def spawn(function, n, *args, timeout=120, legal=()):
     """Run function(rank, n, *args) on n gloo processes of this machine, one thread each; returns
     the largest exit code that they returned. Under torchrun, the process is one of the ranks that
-    it started, and ends with the function's exit code."""
+    it started, and ends with the function's exit code; where `legal` are the numbers of ranks that
+    the function can do with, others are refused."""
     if "RANK" in os.environ:
+        started = int(os.environ["WORLD_SIZE"])
+        if legal and started not in legal:
+            program = os.path.basename(sys.argv[0])
+            return refuse(program, f"torchrun has started {started} ranks; use --nproc-per-node "
+                          f"{one_of(legal)}, or python {program}")
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
         code = function(dist.get_rank(), dist.get_world_size(), *args) or 0
         dist.destroy_process_group()
@@ -752,6 +758,15 @@ def spawn(function, n, *args, timeout=120):
     for process in processes:
         process.join()
     return max(abs(process.exitcode) for process in processes)
+
+
+def refuse(program, error):
+    """What was asked can't be: rank 0 says why, in one line. Returns the exit code."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank:  # torchrun ends this one as soon as rank 0 has said the same, but not before
+        time.sleep(10)
+    print(f"{program}: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+    return 2
 
 
 def _spawned(function, rank, n, port, timeout, args):

@@ -22,6 +22,7 @@ DDP, 10:49:41 implementing DDP; course C: data parallelism.
     python ddp.py --bench    a step beside torch's DistributedDataParallel, 2 and 4 ranks
 """
 import argparse
+import math
 import sys
 
 import torch
@@ -84,7 +85,7 @@ class Replicas:
             waiting = filling.setdefault(kind, [])
             waiting.append(p)
             limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
-            if sum(q.numel() for q in waiting) * kind[1].itemsize >= limit:
+            if sum(map(even_size, waiting)) * kind[1].itemsize >= limit:
                 buckets.append(Bucket(filling.pop(kind), *kind))
         return buckets + [Bucket(waiting, *kind) for kind, waiting in filling.items()]
 
@@ -133,6 +134,13 @@ class Replicas:
             for parameter, view in bucket.views.items():
                 self.masters[parameter].grad = view
         self.touched.clear()
+
+
+def even_size(parameter):
+    """Numbers of a rank's part if cuts were even: the same on every rank, as the bounds of buckets
+    must be. Ranks that share experts may differ in tp, and so in the sizes of their parts."""
+    label = label_of(parameter)
+    return math.prod(label.shape) // math.prod(cut.parts for cut in label.cuts)
 
 
 # ---- demonstration ----
@@ -189,7 +197,7 @@ def show(rank, n):
     worst["weights"] = max(difference(a, b) for a, b in zip(model.parameters(),
                                                             alone.parameters()))
     size = sum(b.flat.numel() * 8 for b in replicas.buckets)
-    sent = ledger.by_axis()["dp"]
+    sent = ledger.by_axis().get("dp", 0)
     worst["bytes are the textbook's"] = float(sent != 2 * 2 * size * (n - 1) // n)
     if rank == 0:
         print(f"{n} ranks, 2 steps of 2 microbatches; gradient buckets, in the order of backward:")

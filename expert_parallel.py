@@ -63,15 +63,17 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a numb
 
 # ---- which expert is where ----
 
-def check(config, ep, etp=1):
-    """Raises ValueError, with the legal values, for experts that can't be cut over ep x etp."""
-    if ep > 1 and not config.n_moe_layers():
-        raise ValueError(f"ep={ep}: this model has no experts (num_experts={config.num_experts}, "
-                         f"{config.n_dense_layers} of {config.n_layers} blocks are dense); use "
-                         "ep=1")
+def check(config, ep, etp=1, tp=1, ranks=0):
+    """Raises ValueError, with the legal values, for experts that can't be cut over ep x etp, which
+    are carved from so many ranks: fsdp x cp x tp."""
+    if (ep > 1 or etp < tp) and not config.n_moe_layers():
+        raise ValueError(f"ep={ep}, etp={etp}: this model has no experts (num_experts="
+                         f"{config.num_experts}, {config.n_dense_layers} of {config.n_layers} "
+                         "blocks are dense); use ep=1, and leave --etp out")
     if ep > 1 and config.num_experts % ep:
+        legal = [n for n in divisors(config.num_experts) if ranks // etp % n == 0]
         raise ValueError(f"ep={ep} does not divide num_experts={config.num_experts}; use "
-                         f"{one_of(divisors(config.num_experts))}")
+                         f"{one_of(legal)}")
     width = config.moe_inter_dim
     if ep > 1 and -(-width // etp) * (etp - 1) >= width:
         raise ValueError(f"etp={etp} leaves a rank without any of moe_inter_dim={width}; use etp=1")
@@ -557,4 +559,4 @@ if __name__ == "__main__":
     flags.add_argument("--bench", action="store_true", help="timings instead of checks")
     if flags.parse_args().bench:
         sys.exit(spawn(bench, 4, 9, timeout=600))
-    sys.exit(spawn(show, 4))
+    sys.exit(spawn(show, 4, legal=[4]))

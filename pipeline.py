@@ -16,8 +16,10 @@ p ranks, m microbatches, F, I, W, B = I + W the time of a whole rank's layers:
     1f1b          (p-1) (F+B)          min(p-r, m) on rank r
     interleaved   (p-1) (F+B)/v        p + (p-1)/v on rank 0; v stages a rank, v times the messages
     zb-h1         (p-1) (F+I-W)        min(p, m), of which r wait for W alone
-    zb-v          0 if F = I = W       p, on every rank; the ranks end (p-1)/2 apart
-    dualpipe-v    (p-1) (FB+B-3W)/2    p + 1/2; FB is a pair's time, at most F + B
+    zb-v          0                    p, on every rank; the ranks end (p-1)/2 apart
+    dualpipe-v    (p-1) (FB+B-3W)/2    p + 1/2; FB is the time of a pair as one action
+
+The last three rows hold while W <= F, I (zb-h1) or F = I = W; all for m >= p, zb-v m >= 2p - 1.
 
 1F1B: PipeDream's own schedule had no end of a step. A microbatch's backward then met weights that
 had been updated since its forward, so each version had to be kept (stashed) until it came back:
@@ -55,6 +57,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 import time
 
@@ -64,8 +67,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from collectives import (Axis, Label, Linear, Mesh, Pending, attributed, difference, drain,
-                         label_of, paired_ratio, receive, send, spawn, verdict, weight_gradient,
-                         weights_wait)
+                         label_of, one_of, paired_ratio, receive, refuse, send, spawn, verdict,
+                         weight_gradient, weights_wait)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +275,9 @@ def check(name, p, m, virtual=1, n_layers=None):
     """Raises ValueError, with what to use instead, for a schedule that can't be."""
     place_stages(name, p, virtual, n_layers)
     if name == "interleaved" and m % p:
+        near = one_of([n for n in (m // p * p, (m // p + 1) * p) if n])
         raise ValueError(f"schedule interleaved takes microbatches in groups of pp={p}, and {m} is "
-                         f"not divisible by it; use {max(m // p, 1) * p} or {(m // p + 1) * p} "
-                         "microbatches, or another schedule")
+                         f"not divisible by it; use {near} microbatches, or another schedule")
     if name == "dualpipe-v" and m < 2 * p:
         raise ValueError(f"schedule dualpipe-v needs 2 x pp = {2 * p} microbatches or more, and "
                          f"there are {m}; use more, or zb-v")
@@ -741,15 +744,20 @@ class Pipeline:
 
 # ---- demonstration ----
 
-def parse_costs(texts):
-    """F=1 I=1.2 W=0.8 ... -> a dict. Raises ValueError for what is no cost."""
-    costs = {"F": 1.0, "I": 1.0, "W": 1.0}
+def parse_costs(texts, lists):
+    """F=1 I=1.2 W=0.8 ... -> a dict. Raises ValueError for what is no cost, or of no action."""
+    costs, kinds = {"F": 1.0, "I": 1.0, "W": 1.0}, {a.kind for line in lists for a in line}
     for text in texts:
         kind, _, number = text.partition("=")
-        if kind not in ("F", "B", "I", "W", "FB") or not number.replace(".", "", 1).isdigit() or (
-                float(number) <= 0):
-            raise ValueError(f"--costs {text}: write F=1 (or B, I, W, FB) with a number above 0")
-        costs[kind] = float(number)
+        try:
+            number = float(number)
+        except ValueError:
+            number = 0.0
+        if kind not in ("F", "B", "I", "W", "FB") or not 0 < number < 1e6:
+            raise ValueError(f"--costs {text}: write F=1 (or B, I, W, FB), above 0 and below 1e6")
+        if (kind == "FB" and kind not in kinds) or (kind == "B" and not kinds & {"B", "FB"}):
+            raise ValueError(f"--costs {text}: this schedule has no {kind}; leave it out")
+        costs[kind] = number
     return costs
 
 
@@ -761,9 +769,9 @@ def show_schedule(name, p, m, virtual, costs, latency, svg=None):
     found = predict(lists, placement, {k: c / v for k, c in costs.items()}, latency)
     later = f", {v} stages a rank (small letters: the later ones)" if v > 1 else ""
     print(f"{name}, {p} ranks, {m} microbatches{later}")
-    room = os.get_terminal_size().columns if sys.stdout.isatty() else 200
+    room = shutil.get_terminal_size((200, 24)).columns
     shortest = min(end - start for line in found["times"] for _, start, end in line)
-    width = min(round(found["makespan"] / shortest * 3), room - 9)
+    width = min(round(found["makespan"] / shortest * 3), max(room - 9, 20))
     print("\n".join(draw(found["times"], placement, width, sys.stdout.isatty()
                          and "NO_COLOR" not in os.environ)))
     print(f"time {found['makespan']:g}, of which idle {found['bubble']:.1%}; activations held, in "
@@ -811,7 +819,7 @@ def show(rank, n, names, m, virtual=None, *drawing):
     for name in names:
         v = virtual or usual_virtual(name)
         if rank == 0:
-            show_schedule(name, n, m, v, *(drawing or (parse_costs([]), 0.0)))
+            show_schedule(name, n, m, v, *(drawing or (parse_costs([], []), 0.0)))
         for overrides in ([], ["tie_embeddings=true"]):
             stages = run_beside_one_process(rank, n, name, m, v, overrides, worst)
     begin = stages.timeline[0][1]
@@ -962,6 +970,8 @@ def main():
     flags.add_argument("--bench", action="store_true", help="timings instead of checks")
     args = flags.parse_args()
     if args.bench:
+        if len(sys.argv) > 2:
+            flags.error("--bench takes no other flag")
         codes = [spawn(bench, n, 9) for n in (2, 4)] + [spawn(bench_rest, 4, 16, 0.05)]
         return max(codes)
     launched = "RANK" in os.environ
@@ -969,25 +979,29 @@ def main():
         return spawn(show, 2, list(SCHEDULES), 4)
     try:
         n = int(os.environ["WORLD_SIZE"]) if launched else 4 if args.pp is None else args.pp
-        name, m, drawing = args.schedule, args.microbatches, (
-            parse_costs(args.costs), args.latency, args.svg)
+        name, m = args.schedule, args.microbatches
         if name is None and launched:
             name = "1f1b"
         if name is None:
             raise ValueError(f"say which --schedule: {', '.join(SCHEDULES)}")
-        virtual = args.virtual_stages or usual_virtual(name)
+        virtual = usual_virtual(name) if args.virtual_stages is None else args.virtual_stages
         if args.pp not in (None, n):
             raise ValueError(f"--pp {args.pp}, and torchrun has started {n} ranks; leave --pp out")
-        if min(n, m, virtual) < 1 or args.latency < 0:
+        if min(n, m, virtual) < 1 or not 0 <= args.latency < 1e6:
             raise ValueError("--pp, --microbatches and --virtual-stages must be at least 1, "
-                             "--latency at least 0")
+                             "--latency at least 0 and below 1e6")
+        if n * m * virtual > 10 ** 6:
+            raise ValueError(f"{n} ranks x {m} microbatches x {virtual} stages are too many to "
+                             "draw; use fewer microbatches")
         check(name, n, m, virtual)
+        drawing = (parse_costs(args.costs, make_schedule(name, n, m, virtual)[0]), args.latency,
+                   args.svg)
+        if args.svg and os.environ.get("RANK", "0") == "0":
+            open(args.svg, "a").close()  # raises now what it would raise behind the work
         if not launched:
             show_schedule(name, n, m, virtual, *drawing)
     except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"pipeline.py: {error}", file=sys.stderr)
-        return 2
+        return refuse("pipeline.py", error)
     return spawn(show, 0, [name], m, virtual, *drawing) if launched else 0
 
 

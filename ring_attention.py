@@ -666,7 +666,7 @@ def compare(layer, config, inputs, mesh, method, zigzag, document_ids=None):
     grads = torch.autograd.grad(out, local + weights, pull[:, mine])
     formula = bytes_sent(config, axis.size, axis.rank, 2, seq_len, method, zigzag, 1, 8, 8)
     found = [difference(out, expected[:, mine]), float(
-        ledger.by_axis().get("cp") != formula["attention"])]
+        ledger.by_axis().get("cp", 0) != formula["attention"])]
     for ours, one in zip(grads, expected_grads):
         if one.dim() == 2:  # the weight's: each rank has a part of the sum
             found.append(difference(all_reduce(ours.clone(), axis), one))

@@ -71,8 +71,9 @@ CHUNK_LOGITS = 2 ** 25  # logits that a rank has at a time: at most 128 MiB of f
 
 # ---- which parameter is cut how ----
 
-def check(config, tp):
-    """Raises ValueError, with the legal values, for a model that can't be cut over tp ranks."""
+def check(config, tp, experts_apart=False):
+    """Raises ValueError, with the legal values, for a model that can't be cut over tp ranks; the
+    experts with it unless they have axes of their own."""
     def cuts_heads(n):
         kv = config.n_kv_heads or n  # MLA has none
         return config.n_heads % n == 0 and (kv % n == 0 or n % kv == 0)
@@ -82,13 +83,16 @@ def check(config, tp):
     if not cuts_heads(tp):
         raise ValueError(f"tp={tp} and n_kv_heads={config.n_kv_heads}: one must divide the other; "
                          f"use {legal}")
-    moe = config.n_moe_layers()
-    for field, used in (("vocab_size", True), ("inter_dim", moe < config.n_layers),
-                        ("moe_inter_dim", moe)):
-        width = getattr(config, field)
+    c, moe = config, config.n_moe_layers()
+    for field, width, used, instead in (
+            ("vocab_size", c.vocab_size, True, ""),
+            ("inter_dim", c.inter_dim, moe < c.n_layers, ""),
+            ("moe_inter_dim", c.moe_inter_dim, moe and not experts_apart, ", or --etp 1"),
+            ("num_shared_experts x moe_inter_dim", c.num_shared_experts * c.moe_inter_dim,
+             moe and c.num_shared_experts, "")):
         if used and -(-width // tp) * (tp - 1) >= width:
             raise ValueError(f"tp={tp} leaves a rank without any of {field}={width}; use a smaller "
-                             "--tp")
+                             f"--tp{instead}")
 
 
 def cut_parameters(model, mesh):
@@ -593,4 +597,4 @@ if __name__ == "__main__":
     flags.add_argument("--bench", action="store_true", help="timings instead of checks")
     if flags.parse_args().bench:
         sys.exit(max(spawn(bench, n, 9) for n in (2, 4)))
-    sys.exit(spawn(show, 2))
+    sys.exit(spawn(show, 2, legal=[1, 2, 4]))

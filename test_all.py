@@ -2996,6 +2996,12 @@ def test_key_value_heads_that_tp_can_not_share_are_refused():
         tensor_parallel.check(config, tp)
     unused = make_config("tiny", ["n_dense_layers=0", "inter_dim=1"])
     tensor_parallel.check(unused, 2)  # no block has a dense SwiGLU
+    whole = make_config("tiny", ["moe_inter_dim=1", "num_shared_experts=2"])
+    tensor_parallel.check(whole, 2, experts_apart=True)
+    with pytest.raises(ValueError, match="moe_inter_dim=1; use a smaller --tp, or --etp 1"):
+        tensor_parallel.check(whole, 2)
+    with pytest.raises(ValueError, match="num_shared_experts x moe_inter_dim=2"):
+        tensor_parallel.check(whole, 4, experts_apart=True)
 
 
 def _tp_equal(rank, n, flags):
@@ -3488,7 +3494,11 @@ def test_schedules_are_drawn_in_text_and_svg(name, tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize("flags, words", [
     ("--schedule interleaved --pp 3 --microbatches 4", "use 3 or 6 microbatches"),
     ("--pp 3", "say which --schedule: gpipe"), ("--schedule 1f1b --pp 0", "at least 1"),
-    ("--schedule 1f1b --costs F=-1", "--costs F=-1"),
+    ("--schedule 1f1b --costs F=-1", "--costs F=-1"), ("--schedule zb-v --costs FB=2", "no FB"),
+    ("--schedule zb-v --latency nan", "--latency"), ("--schedule 1f1b --costs F=nan", "F=nan"),
+    ("--schedule interleaved --virtual-stages 0", "at least 1"),
+    ("--schedule interleaved --pp 4 --microbatches 3", "use 4 microbatches"),
+    ("--schedule 1f1b --microbatches 1000000000", "too many to draw"),
     ("--schedule 1f1b --svg /nowhere/a.svg", "/nowhere/a.svg")])
 def test_drawings_that_can_not_be_are_refused_in_one_line(flags, words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
@@ -3988,12 +3998,14 @@ def test_shared_experts_compute_while_tokens_travel_and_runs_repeat_bit_for_bit(
 
 
 @pytest.mark.parametrize("ep, etp, overrides, words", [
-    (3, 1, [], "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
+    (3, 1, [], "ep=3 does not divide num_experts=8; use 1, 2 or 4"),
     (16, 1, [], "use 1, 2, 4 or 8"), (2, 1, ["num_experts=0"], "no experts.*use ep=1"),
-    (2, 1, ["n_dense_layers=4"], "no experts"), (2, 4, ["moe_inter_dim=5"], "moe_inter_dim=5")])
+    (2, 1, ["n_dense_layers=4"], "no experts"), (2, 4, ["moe_inter_dim=5"], "moe_inter_dim=5"),
+    (4, 1, ["num_experts=6"], "does not divide num_experts=6; use 1 or 2"),
+    (1, 1, ["num_experts=0"], "no experts.*leave --etp out")])
 def test_what_ep_can_not_cut_is_refused_with_the_legal_values(ep, etp, overrides, words):
     with pytest.raises(ValueError, match=words):
-        expert_parallel.check(make_config("tiny", overrides), ep, etp)
+        expert_parallel.check(make_config("tiny", overrides), ep, etp, 2, 4 if ep < 16 else 16)
 
 
 def test_a_carving_that_does_not_fit_is_refused_with_the_legal_ones():
@@ -4236,7 +4248,8 @@ def _layout_parity(rank, n, flags):
 
 def test_any_layout_is_the_same_run(layout_case, train_text, record_property):
     world_size, flags = layout_case
-    answers = ranks(world_size, _layout_parity, [*_train_flags(train_text), *flags])
+    answers = ranks(world_size, _layout_parity, [*_train_flags(train_text), *flags],
+                    timeout=300)
     said = answers[0][1]
     assert all(code == 0 for code, _ in answers), "\n".join(said)
     assert said[-1] == "PASS" and len(said) >= 6
@@ -4257,7 +4270,10 @@ def pytest_terminal_summary(terminalreporter):
     (4, "--pp 2 --cp 2 --pp-schedule zb-h1 --seq-len 7 --zero 3"),
     (4, "--pp 2 --cp 2 --ep 2 --pp-schedule zb-v --isolate-documents --recompute full"),
     (6, "--pp 2 --cp 3 --ep 3 --override num_experts=6"),
-    (8, "--pp 2 --cp 2 --tp 2 --ep 2 --etp 2 --pp-schedule zb-v --seq-len 7")])
+    (8, "--pp 2 --cp 2 --tp 2 --ep 2 --etp 2 --pp-schedule zb-v --seq-len 7"),
+    # ranks that share experts cut the vocabulary unevenly, and a bucket ends beside its end
+    (2, "--tp 2 --etp 1 --seq-len 8 --override vocab_size=4093 num_shared_experts=0 "
+        "moe_inter_dim=256 n_layers=2")])
 def test_pipelines_of_cut_sequences_and_of_experts_are_the_same_run(n, more, train_text):
     flags = [*_train_flags(train_text), "--seq-len", "16", "--batch-size", "8",
              "--micro-batch-size", "1", *more.split()]

@@ -49,7 +49,8 @@ import pipeline
 import ring_attention
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
-                         leave, ledger, local_part, local_region, mesh_sizes, one_of)
+                         leave, ledger, local_part, local_region, mesh_sizes, one_of,
+                         refuse)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
@@ -255,6 +256,18 @@ def check_layout(args):
                          "and there is one; add --cp N or leave it out")
 
 
+def check_schedule(args, config):
+    """Raises ValueError for a pipeline that can't be; validation needs forwards alone, which come
+    in any number."""
+    pipeline.place_stages(args.pp_schedule, args.pp, args.virtual_stages, config.n_layers)
+    if not args.eval_only:
+        try:
+            pipeline.check(args.pp_schedule, args.pp, count_microbatches(args), args.virtual_stages)
+        except ValueError as error:
+            raise ValueError(f"--pp-schedule: {error} (a rank's microbatches: --batch-size / (dp x "
+                             "fsdp x --micro-batch-size))") from None
+
+
 def count_microbatches(args):
     """How many microbatches a rank does in a step."""
     return -(-args.batch_size // (args.dp * args.fsdp * args.micro_batch_size))
@@ -322,12 +335,12 @@ def prepare(args, report=print):
     if args.seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
                          f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
-    tensor_parallel.check(config, args.tp)
-    expert_parallel.check(config, args.ep, args.etp)
+    apart = args.ep > 1 or args.etp < args.tp
+    tensor_parallel.check(config, args.tp, apart)
+    expert_parallel.check(config, args.ep, args.etp, args.tp, args.fsdp * args.cp * args.tp)
     ring_attention.check(config, args.cp, args.tp, args.seq_len, args.cp_method)
     if args.pp > 1:
-        pipeline.check(args.pp_schedule, args.pp, count_microbatches(args), args.virtual_stages,
-                       config.n_layers)
+        check_schedule(args, config)
     device = pick_device(args.device)
     refuse_too_large(args.model or "the model", config, device, training_bytes(args, config))
     tokenizer = data.load_tokenizer(args.tokenizer)
@@ -509,12 +522,12 @@ def measure_peak(device, dtype):
         name = torch.cuda.get_device_name(device)
         peak = next((GPU_PEAKS[key] for key in GPU_PEAKS if key in name), None)
         return peak * 1e12 if peak and dtype in ("bf16", "fp16") else None
-    n = 256 if dtype in ("bf16", "fp16") else 1024  # processors without bf16 units are slow at it
+    n = 512 if dtype in ("bf16", "fp16") else 1024  # processors without bf16 units are slow at it
     a = torch.ones(n, n, dtype=DTYPES[dtype])
     best = math.inf
     for _ in range(6):
         start = time.perf_counter()
-        a @ a
+        torch.nn.functional.linear(a, a)  # a @ a.T: there a @ a is many times slower in 16 bits
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
 
@@ -1246,10 +1259,7 @@ def main(argv=None):
     try:
         plan = prepare(args, report)
     except (ValueError, OSError) as error:
-        if rank:  # torchrun ends this one as soon as rank 0 has said the same
-            time.sleep(10)
-        print(f"train.py: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
-        return 2
+        return refuse("train.py", error)
     store = join(plan)
     try:
         with patient() if store else contextlib.nullcontext():
