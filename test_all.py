@@ -2190,7 +2190,7 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
     (["--cp", "0"], "at least 1"), (["--cp", "2"], "does not divide the 1 ranks"),
     (["--cp-method", "ulysses"], "--cp N"), (["--ep", "2"], "ep 2 x etp 1"),
     (["--ep", "0"], "at least 1"), (["--etp", "2"], "etp must be 1 or tp = 1"),
-    (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
+    (["--async-save"], "--out"), (["--strict-save"], "--out"), (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
     (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
     (["--min-lr", "1"], "--min-lr"), (["--resume"], "--out"), (["--eval-only"], "--init-from"),
@@ -2284,7 +2284,7 @@ def test_every_metric_is_there_and_right(train_text, tmp_path):
     for step, line in enumerate(found):
         assert line["step"] == step + 1 and line["tokens"] == (step + 1) * 5 * 32
         assert line["lr"] == optim.learning_rate(step, 3, 3e-3, 3e-4, 3, "cosine")
-        assert line["comm_bytes"] == {} and line["memory_bytes"] > 10 ** 7
+        assert not any(line["comm_bytes"].values()) and line["memory_bytes"] > 10 ** 7
         assert line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1.5 and line["max_vio"] >= 0
         assert line["balance_loss"] == pytest.approx(3e-4, rel=0.5)  # 3 layers, alpha 1e-4
 
@@ -4324,7 +4324,7 @@ def _layout_run(rank, n, flags, validate=True):
     while run.step < train.last_step(run.args):
         found.append(train.train_step(run))
     if run.args.out:
-        train.save(run)
+        checkpoint.save(*train.checkpoint_of(run))
     validation = train.evaluate(run) if validate else None
     weights = train.assemble({("weight", name): train.piece(m.detach().clone(), m, mesh)
                               for name, m in run.owner.named_masters()}, mesh)
