@@ -104,12 +104,12 @@ def mesh_sizes(world_size, pp=1, dp=None, fsdp=1, cp=1, tp=1, ep=1, etp=None):
         dp, rest = divmod(world_size, math.prod(given.values()))
         if rest:
             raise ValueError(f"{product(given)} does not divide the {world_size} ranks that were "
-                             "started")
+                             f"started; {nearest_sizes(world_size, given)}")
     sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     needed = math.prod(sizes.values())
     if needed != world_size:
-        raise ValueError(f"{product(sizes)} ranks, and {world_size} were started; use torchrun "
-                         f"--nproc-per-node {needed}, or other sizes")
+        raise ValueError(f"{product(sizes)} ranks, and {world_size} were started; "
+                         + nearest_sizes(world_size, sizes))
     etp = (tp if ep == 1 else 1) if etp is None else etp
     whole = fsdp * cp * tp
     if etp not in (1, tp) or whole % (ep * etp):
@@ -118,6 +118,27 @@ def mesh_sizes(world_size, pp=1, dp=None, fsdp=1, cp=1, tp=1, ep=1, etp=None):
         raise ValueError(f"ep {ep} x etp {etp} must divide fsdp x cp x tp = {whole}, and etp must "
                          f"be 1 or tp = {tp}: {legal}")
     return sizes, {"pp": pp, "dp": dp, "efsdp": whole // (ep * etp), "ep": ep, "etp": etp}
+
+
+def nearest_sizes(world_size, wanted):
+    """What to type instead of these sizes: as many ranks, or the nearest sizes that these ranks
+    have; without "dp" in them whatever divides world_size."""
+    def layouts(rest, axes):
+        if not axes:
+            return [{}] if rest == 1 or "dp" not in wanted else []
+        return [{axes[0]: size, **more} for size in divisors(rest)
+                for more in layouts(rest // size, axes[1:])]
+
+    def distance(sizes):
+        return sum(abs(math.log2(sizes[axis] / wanted[axis])) for axis in wanted)
+
+    def flags(sizes):
+        return " ".join(f"--{axis} {sizes[axis]}" for axis in wanted if sizes[axis] != wanted[axis])
+    # of two that are as near the one that changes fewer axes
+    found = sorted(layouts(world_size, list(wanted)), key=lambda sizes: (
+        round(distance(sizes), 6), sum(sizes[axis] != wanted[axis] for axis in wanted)))
+    ranks = f"{'' if 'dp' in wanted else 'a multiple of '}{math.prod(wanted.values())} ranks"
+    return f"start {ranks} with torchrun, or use " + "; or ".join(map(flags, found[:3]))
 
 
 def divisors(number):

@@ -151,9 +151,11 @@ def standard_library():
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
                "lib2to3"}
-    files = [f for f in sorted(root.rglob("*.py"))
-             if not skipped & set(f.relative_to(root).parts)]
-    return {str(f): str(f.relative_to(root)) for f in files}
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skipped  # never entered: installed packages are thousands
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return {str(f): str(f.relative_to(root)) for f in sorted(files)}
 
 
 def as_utf8(file, raw, offset, errors):
@@ -289,8 +291,8 @@ def build_once(folder, key, build):
 
 def identity(files, *more):
     """A key that changes when a file is another, or anything in `more` is."""
-    facts = [(str(Path(f).resolve()), name, os.stat(f).st_size, os.stat(f).st_mtime_ns)
-             for f, name in files.items()]
+    facts = [(os.path.realpath(f), name, found.st_size, found.st_mtime_ns)
+             for f, name in files.items() for found in [os.stat(f)]]
     return hashlib.blake2b(json.dumps([facts, *more]).encode(), digest_size=12).hexdigest()
 
 

@@ -194,8 +194,10 @@ def pack(rows, gates, ids=None):
 def unpack(message, trip):
     """The parts of a message: rows, gates and, where there are any, ids."""
     end = trip.d + trip.slots * trip.wide.itemsize // message.itemsize
-    gates = message[:, trip.d:end].contiguous().view(trip.wide)
-    ids = message[:, end:].contiguous().view(INTEGERS[message.itemsize]).long()
+    # copies, since contiguous() would leave a single row where it lies, at an odd place for `wide`
+    gates, ids = (part.clone(memory_format=torch.contiguous_format)
+                  for part in (message[:, trip.d:end], message[:, end:]))
+    gates, ids = gates.view(trip.wide), ids.view(INTEGERS[message.itemsize]).long()
     return message[:, :trip.d], gates, ids
 
 

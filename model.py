@@ -307,7 +307,8 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        # given a matrix, since drawing one on the meta device imports torch's compiler
+        self.embed = nn.Embedding.from_pretrained(torch.empty(c.vocab_size, c.dim), freeze=False)
         self.blocks = nn.ModuleDict({str(i): Block(c, i) for i in range(c.n_layers)})
         self.norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.head = None if c.tie_embeddings else nn.Linear(c.dim, c.vocab_size, bias=False)
@@ -328,7 +329,7 @@ class Transformer(nn.Module):
 
         positions     (s,) or (b, s): where each token stands; 0..s-1 when not given. They are
                       checked against max_seq_len: on a GPU give them on the CPU to save a wait
-        document_ids  (b, s): attention stays within equal ids (packed documents)
+        document_ids  (b, s), on any device: attention stays within equal ids (packed documents)
         balance_seed  loss_scale / sequences of the global batch: the factor on the MoE balance
                       losses' gradients, which enter backward where they arise (moe.py)
         caches        one cache per block (new_caches): tokens are read from and added to them
@@ -343,15 +344,15 @@ class Transformer(nn.Module):
         """x (b, s, d) through the blocks of these names; the rest as forward() has it."""
         table = [t.to(x.device) for t in self.rope_table(positions, x.dtype)]
         positions = positions.to(x.device)
-        mask = None if document_ids is None else self.document_mask(document_ids)
+        mask = None if document_ids is None else self.attention_scope(document_ids, x.device)
         for name in names:
             cache = None if caches is None else caches[name]
             x = self.blocks[name](x, table, mask, balance_seed, positions, cache)
         return x
 
-    def document_mask(self, document_ids):
+    def attention_scope(self, document_ids, device):
         """What the attention cores take as `mask`."""
-        return document_mask(document_ids)
+        return document_mask(document_ids.to(device, non_blocking=True))
 
     def new_caches(self, batch, max_len, device=None, dtype=None):
         return {name: block.attn.new_cache(batch, max_len, device, dtype)
@@ -568,7 +569,8 @@ def _recompute_selected(block):
 
 def compile_regions(model):
     """--compile: torch.compile the parts of a block that never communicate, one by one, so that a
-    technique can later put its collectives between them."""
+    technique can later put its collectives between them. Context parallelism communicates inside
+    the attention core, puts its own in that place, and leaves it uncompiled."""
     regions = {nn.RMSNorm: "forward", SwiGLU: "product", Experts: "product", Router: "forward",
                MLA: "core", GQA: "core"}
     for module in model.modules():

@@ -262,7 +262,9 @@ def place_stages(name, p, virtual, n_layers=None):
                          f"{virtual}; use 1, or schedule interleaved")
     if n_layers is not None and n_layers < p * v:
         raise ValueError(f"pp={p} with {v} stage{'s' * (v > 1)} a rank makes {p * v} stages, and "
-                         f"the model has n_layers={n_layers}; each stage needs a block")
+                         f"the model has n_layers={n_layers}; each stage needs a block: use pp="
+                         f"{max(n_layers // v, 1)} or less"
+                         + ", or schedule 1f1b" * (v > 1 and p <= n_layers))
     return v_placement(p) if name in ("zb-v", "dualpipe-v") else loop_placement(p, v)
 
 

@@ -27,16 +27,19 @@ are made from them at every rank, one block at a time, and again in backward. GQ
 Causal work is uneven if rank r holds the r-th part: rank 0 sees its own block alone. Zig-zag: of
 2 cp chunks rank r holds r and 2 cp - 1 - r, an early and a late one; then every step after the
 first is half a block for all: all queries with the early keys, or the late queries with all keys.
-What lies above the diagonal, or in documents that a query does not belong to, is skipped. Where
-seq_len does not divide, some ranks hold a token more: no token is padding.
+What lies above the diagonal, or in documents that a query does not belong to, is skipped; packed
+documents make the work as uneven as they lie. Where seq_len does not divide, some ranks hold a
+token more: no token is padding.
 
 Numbers that a rank sends a layer and sequence, forward / backward (bytes_sent() is exact). s: its
 length, n: cp, w: numbers a token of what travels; gradients in float32:
 
     ring        (n-1)/n s w / twice that: each block once, its gradient once
     allgather   the same in one call before the first block is used, and one behind (Llama 3)
-    ulysses     (n-1)/n s/n h (2 dk + 2 dv) / the same: all-to-all, positions for heads, and back;
-                MLA's latents are gathered instead: (n-1)/n (s w + s/n h (dk + dv))
+    ulysses     (n-1)/n s/n (h + g) (dk + dv) / the same: all-to-all, positions for heads, and
+                back; g: key heads, repeated until n divides them. MLA's latents are gathered
+                instead, (n-1)/n (s w + s/n h (dk + dv)), and kept whole for backward: s w numbers
+                a layer, where the ring keeps s/n w
 
 Break-even. Moving latents in place of h (dk + dv) numbers a token saves the wire those, twice, and
 their gradients, and costs 4 products with wkv_b at every rank that a token comes to (2 forward, 2
@@ -63,9 +66,9 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from collectives import (Axis, Mesh, Pair, all_gather, all_reduce, difference, exchange_rows,
-                         ledger, paired_ratio, parts_along, reduce_scatter, ring_shift, spawn,
-                         verdict)
+from collectives import (Axis, Mesh, Pair, all_gather, all_reduce, difference, divisors,
+                         exchange_rows, ledger, one_of, paired_ratio, parts_along, reduce_scatter,
+                         ring_shift, spawn, verdict)
 
 ALONE = Axis("alone", (0,), 0)
 ALL = slice(None)
@@ -81,22 +84,10 @@ def check(config, cp, tp, seq_len, method):
         raise ValueError(f"cp={cp} leaves a rank without any of seq_len={seq_len} positions; use "
                          f"at most {seq_len}")
     if method == "ulysses" and heads % cp:
-        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ValueError(f"cp={cp} does not divide the {heads} heads of a rank (n_heads / tp), as "
-                         f"ulysses needs; use {legal}, or another method")
-
-
-def chunks_of(rank, cp, seq_len, zigzag=True):
-    """[(start, stop), ...]: a rank's positions, rising; chunks differ by a token at most."""
-    parts = 2 * cp if zigzag else cp
-    size, longer = divmod(seq_len, parts)
-    return [(i * size + min(i, longer), (i + 1) * size + min(i + 1, longer))
-            for i in ((rank, parts - 1 - rank) if zigzag else (rank,))]
-
-
-def positions_of(rank, cp, seq_len, zigzag=True):
-    """(s/cp,): the positions of a rank's tokens."""
-    return torch.cat([torch.arange(*chunk) for chunk in chunks_of(rank, cp, seq_len, zigzag)])
+        legal = [n for n in divisors(heads)[1:] if n <= seq_len]
+        instead = f"--cp {one_of(legal)}, or " if legal else ""
+        raise ValueError(f"cp={cp} does not divide n_heads / tp = {heads}, the heads of a rank, as "
+                         f"ulysses needs; use {instead}--cp-method ring")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +98,15 @@ class Slices:
     zigzag: bool = True
 
     def chunks(self, owner):
-        return chunks_of(owner, self.axis.size, self.seq_len, self.zigzag)
+        """[(start, stop), ...]: a rank's positions, rising; chunks differ by a token at most."""
+        parts = 2 * self.axis.size if self.zigzag else self.axis.size
+        size, longer = divmod(self.seq_len, parts)
+        return [(i * size + min(i, longer), (i + 1) * size + min(i + 1, longer))
+                for i in ((owner, parts - 1 - owner) if self.zigzag else (owner,))]
 
     def positions(self, owner):
-        return positions_of(owner, self.axis.size, self.seq_len, self.zigzag)
+        """(s/cp,): the positions of a rank's tokens."""
+        return torch.cat([torch.arange(*chunk) for chunk in self.chunks(owner)])
 
     def length(self, owner):
         return sum(stop - start for start, stop in self.chunks(owner))
@@ -128,7 +124,7 @@ class Slices:
 def plan(slices, document_ids=None):
     """owner -> pieces of its block that this rank's queries attend to, all or within documents.
 
-    document_ids (b, seq_len): of whole sequences, the same on all ranks; made once a microbatch.
+    document_ids (b, seq_len) on the CPU: of whole sequences; made once a microbatch and stage.
     """
     owners = range(slices.axis.size)
     if document_ids is None:
@@ -182,11 +178,12 @@ def pairs(pieces):
 # v (b, g, t, dv), each key head serving h/g query heads.
 
 def for_kernel(*tensors):
-    """The tensors with heads as wide as the widest, which fused kernels ask for: zeros behind
-    change no score. None when torch has no kernel that returns the log-sum-exp."""
+    """The tensors with heads as wide as the widest, on CUDA rounded up to 8, which flash attention
+    asks for: zeros behind change no score. None when torch has no such kernel for them."""
     q, width = tensors[0], max(t.shape[-1] for t in tensors)
-    if q.device.type != "cpu" and not (q.is_cuda and q.dtype.itemsize == 2 and width <= 256
-                                       and width % 8 == 0):
+    if q.is_cuda:
+        width += -width % 8
+    if q.device.type != "cpu" and not (q.is_cuda and q.dtype.itemsize == 2 and width <= 256):
         return None
     return [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors]
 
@@ -321,6 +318,7 @@ class Ring:
     def blocks(self, block):
         """Yield (owner, block), this rank's own first; the next one travels meanwhile."""
         n, share = self.axis.size, self.shares.cut(block)[self.shares.tp.rank]
+        arriving = None
         for step in range(n):
             owner = (self.axis.rank - step) % n
             if step:
@@ -487,15 +485,18 @@ def head_core(attn, slices, method, q, k, v, pieces):
 
 def across_ranks(slices, tp, method, q, block, weight, pieces, scale, dv, expand):
     """BlockwiseAttention with blocks that come by, or on all positions of some heads."""
+    pieces = pieces or plan(attended(slices, method))
     if method != "ulysses":
         carrier = functools.partial({"ring": Ring, "allgather": Gather}[method], slices, tp)
-        return BlockwiseAttention.apply(q, block, weight, expand, carrier, pieces or plan(slices),
-                                        scale, dv)
-    whole = Slices(ALONE, slices.seq_len, False)
-    carrier = functools.partial(Ring, whole, ALONE)
+        return BlockwiseAttention.apply(q, block, weight, expand, carrier, pieces, scale, dv)
+    carrier = functools.partial(Ring, attended(slices, method), ALONE)
     return to_positions(BlockwiseAttention.apply(
-        to_heads(q, slices), block, weight, expand, carrier, pieces or plan(whole), scale, dv),
-        slices)
+        to_heads(q, slices), block, weight, expand, carrier, pieces, scale, dv), slices)
+
+
+def attended(slices, method):
+    """The slices among which attention itself goes on: Ulysses has whole sequences by then."""
+    return Slices(ALONE, slices.seq_len, False) if method == "ulysses" else slices
 
 
 # ---- Ulysses: positions for heads ----
@@ -540,7 +541,7 @@ def gather_blocks(block, slices, tp):
 def parallelize(model, mesh, seq_len, method="ring", zigzag=True):
     """Have a model attend over mesh["cp"]: at the attention core, and in sums over a sequence.
 
-    It is then given this rank's tokens, labels and positions (positions_of) of sequences of
+    It is then given this rank's tokens, labels and positions (Slices.positions) of sequences of
     seq_len, and document ids of whole sequences. Raises ValueError as check() does.
     """
     axis, tp = mesh["cp"], mesh["tp"]
@@ -548,8 +549,8 @@ def parallelize(model, mesh, seq_len, method="ring", zigzag=True):
         return
     check(model.config, axis.size, tp.size, seq_len, method)
     slices = Slices(axis, seq_len, zigzag)
-    model.document_mask = functools.partial(
-        plan, Slices(ALONE, seq_len, False) if method == "ulysses" else slices)
+    scope = attended(slices, method)
+    model.attention_scope = lambda document_ids, device: plan(scope, document_ids)
     for block in model.blocks.values():
         attn = block.attn
         attn.core = (functools.partial(latent_core, attn, slices, tp, method)
@@ -654,8 +655,7 @@ def compare(layer, config, inputs, mesh, method, zigzag, document_ids=None):
     mask, pieces, weights = None, None, [layer.wkv_b.weight] if config.is_mla else []
     if document_ids is not None:
         mask = document_mask(document_ids)
-        attended = Slices(ALONE, seq_len, False) if method == "ulysses" else slices
-        pieces = plan(attended, document_ids)
+        pieces = plan(attended(slices, method), document_ids)
     whole = [t.clone().requires_grad_() for t in inputs]
     expected = layer.core(*whole, mask)
     expected_grads = torch.autograd.grad(expected, whole + weights, pull)
@@ -709,7 +709,8 @@ def show(rank, n):
 # ---- benchmark ----
 
 def bench(rank, n, rounds):
-    """Attention forward and backward: latents on the ring beside gathered keys and values."""
+    """Attention forward and backward within documents of 512, so that bytes weigh more than
+    products: latents on the ring beside gathered keys and values."""
     from mla import MLA
     from train import keep_freed_memory
     keep_freed_memory()

@@ -49,8 +49,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from collectives import (Cut, Label, Linear, Mesh, Pair, all_gather, all_reduce, difference,
-                         gather_dim, label_of, ledger, local_part, paired_ratio, parts_along,
-                         queues, reduce_scatter, spawn, verdict, weight_gradient)
+                         divisors, gather_dim, label_of, ledger, local_part, one_of, paired_ratio,
+                         parts_along, queues, reduce_scatter, spawn, verdict, weight_gradient)
 
 # Which dimension of a parameter is cut over tp: 0 the output features (by columns, the matrices
 # being stored transposed), 1 the input features (by rows). Stacked experts have the expert first.
@@ -76,7 +76,7 @@ def check(config, tp):
     def cuts_heads(n):
         kv = config.n_kv_heads or n  # MLA has none
         return config.n_heads % n == 0 and (kv % n == 0 or n % kv == 0)
-    legal = ", ".join(str(n) for n in range(1, config.n_heads + 1) if cuts_heads(n))
+    legal = one_of([n for n in divisors(config.n_heads) if cuts_heads(n)])
     if config.n_heads % tp:
         raise ValueError(f"tp={tp} does not divide n_heads={config.n_heads}; use {legal}")
     if not cuts_heads(tp):
