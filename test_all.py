@@ -4738,7 +4738,7 @@ def _ranks_of(parent, n):
     return found
 
 
-def _wait_for_step(out, step, seconds=60):
+def _wait_for_step(out, step, seconds=120):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         path = Path(out, "metrics.jsonl")
