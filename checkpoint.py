@@ -12,7 +12,12 @@ Every rank writes and reads its own part (Piece), so that any layout can go on f
 
 A save is whole or not there. It is written as step-40.partial, flushed to disk, and renamed: the
 one step that the file system does at once. What a killed save leaves is not taken for a checkpoint
-and is removed by the next save.
+and is removed by the next save. A save that fails on one rank has failed on all.
+
+Background saves in a thread, from copies, while training goes on:
+
+    step 40 | copy | step 41 | step 42 | ...          the training thread waits for the copy alone
+                   | write step-40.partial | rename   the saving thread, on a group of its own
 
 Course: 15:41:22 metrics, optimizers, schedulers and checkpointing.
 
@@ -22,6 +27,7 @@ Course: 15:41:22 metrics, optimizers, schedulers and checkpointing.
     python checkpoint.py export-hf DIR OUT
 """
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -46,6 +52,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from collectives import Axis, attributed
 
 STEP = re.compile(r"step-(\d+)")
+
+# Said of every save of one process. Not by catch_warnings() around it: that is no thread's own.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 # ---- saving and finding ----
@@ -106,8 +115,9 @@ def attributed_to_all(operation):
     return attributed(world, operation, watched=False)
 
 
-def on_first_rank(function):
-    """function() on rank 0 alone; its result, or its OSError, on every rank."""
+def on_first_rank(function, group=None):
+    """function() on rank 0 alone; its result, or its OSError, on every rank (of all, which talk
+    over `group`)."""
     if not on_several_ranks():
         return function()
     outcome = [None, None]
@@ -117,26 +127,71 @@ def on_first_rank(function):
         except OSError as error:
             outcome[1] = error
     with attributed_to_all("checkpoint"):
-        dist.broadcast_object_list(outcome)
+        dist.broadcast_object_list(outcome, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
 
 
-def save(out_dir, step, tensors, run, keep=0):
+def save(out_dir, step, tensors, run, keep=0, group=None):
     """Write out_dir/checkpoints/step-`step` and keep the `keep` newest (0: all). Called by every
     rank, with its own pieces.
 
-    tensors: global name -> tensor or Piece; run: what run.json is to hold. Returns the folder.
-    Raises OSError on every rank when it can't be written; older checkpoints stand.
+    tensors: global name -> tensor or Piece; run: what run.json is to hold; group: of all ranks,
+    None: the default one. Returns the folder. Raises OSError on every rank when it can't be
+    written; older checkpoints stand, and nothing is left that takes room.
     """
     folder = Path(out_dir, "checkpoints")
     partial, whole = folder / f"step-{step}.partial", folder / f"step-{step}"
-
-    on_first_rank(lambda: clear_remains(folder))
-    with_planner(dcp.save, tensors, partial, SavePlanner())
-    on_first_rank(lambda: publish(partial, whole, run, keep))
+    try:
+        on_first_rank(lambda: clear_remains(folder), group)
+        with_planner(dcp.save, tensors, partial, SavePlanner(), group)
+        on_first_rank(lambda: publish(partial, whole, run, keep), group)
+    except OSError:  # the same on all ranks, so none of them writes there any more
+        on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True), group)
+        raise
     return whole
+
+
+class Background:
+    """Saves in a thread, one at a time, while training goes on.
+
+    group: of all ranks, for saves alone: on a group that two threads use, one's messages would be
+    taken for the other's. None for one rank.
+    """
+
+    def __init__(self, group=None):
+        self.group, self.running = group, None
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+
+    def save(self, out_dir, step, tensors, run, keep=0):
+        """Copy the tensors, then return: they may change, the copies are written. Takes save()'s
+        arguments, `run` not to be changed any more. Waits for the save before, raising as wait()
+        does."""
+        self.wait()
+        copies = {name: copied(item) for name, item in tensors.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.running = self.thread.submit(save, out_dir, step, copies, run, keep, self.group)
+
+    def failed(self):
+        """Whether the save under way is known to have failed. wait() then says how, at once."""
+        return bool(self.running and self.running.done() and self.running.exception())
+
+    def wait(self):
+        """Return when nothing is under way any more. Raises what the save raised, once: OSError on
+        every rank, or CollectiveError."""
+        running, self.running = self.running, None
+        if running:
+            running.result()
+
+
+def copied(item):
+    """A tensor or Piece as it is now, in the CPU's memory."""
+    tensor = local_tensor(item)
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    copy.copy_(tensor, non_blocking=True)
+    return Piece(copy, item.shape, item.start) if isinstance(item, Piece) else copy
 
 
 def clear_remains(folder):
@@ -159,18 +214,16 @@ def publish(partial, whole, run, keep):
         shutil.rmtree(old)
 
 
-def with_planner(operation, tensors, path, planner):
+def with_planner(operation, tensors, path, planner, group=None):
     """dcp.save or dcp.load. Its own kind of exception is turned into the OSError that caused it, so
     that a full disk reads as a full disk."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that there is no group: that is what we ask for
-        try:
-            with attributed_to_all("checkpoint"):
-                operation(dict(tensors), checkpoint_id=path, planner=planner,
-                          no_dist=not on_several_ranks())
-        except CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise OSError(f"{path}: {cause}") from error
+    try:
+        with attributed_to_all("checkpoint"):
+            operation(dict(tensors), checkpoint_id=path, planner=planner, process_group=group,
+                      no_dist=not on_several_ranks())
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise OSError(f"{path}: {cause}") from error
 
 
 def flush(path):

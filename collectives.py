@@ -471,7 +471,8 @@ class Pending:
 
 class attributed:
     """Context: a failure inside is told with the rank, the operation and its axis. What may take
-    long for other reasons than another rank's absence (writing files) is not `watched`."""
+    long for other reasons than another rank's absence (writing files) is not `watched`, nor is what
+    another thread waits for."""
 
     def __init__(self, axis, operation, watched=True):
         self.axis, self.operation, self.watched = axis, operation, watched
@@ -482,7 +483,8 @@ class attributed:
             ledger.waiting = self.operation, self.axis.name, self.since
 
     def __exit__(self, kind, error, trace):
-        ledger.waiting = None
+        if self.watched:
+            ledger.waiting = None
         if kind is not None and issubclass(kind, RuntimeError):
             raise CollectiveError(
                 f"rank {dist.get_rank()}: {self.operation} over {self.axis.name} (ranks "

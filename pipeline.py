@@ -633,6 +633,12 @@ class Pipeline:
     def has_last(self):
         return self.last in self.stages
 
+    def seconds(self):
+        """Of the last train(): the seconds that this rank worked, and those from the begin of its
+        first action to the end of its last, waits for other stages included."""
+        return (sum(end - start for _, start, end in self.timeline),
+                self.timeline[-1][2] - self.timeline[0][1])
+
     def layer_names(self):
         """Of each of this rank's stages, the names of its modules in the order of use."""
         return [["embed"] * (s == 0) + [f"blocks.{name}" for name in self.blocks[s]]

@@ -36,6 +36,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import unittest.mock
 import weakref
 import xml.etree.ElementTree
@@ -1782,6 +1783,66 @@ def test_every_rank_reads_what_all_ranks_saved(tmp_path, world_size):
     assert found == [("step-5", True, 5.0)] * world_size
 
 
+def test_a_save_in_the_background_writes_the_tensors_as_they_were(tmp_path, monkeypatch):
+    """The first can't begin to write before its tensor has changed; the second waits for it."""
+    gate, clear = threading.Event(), checkpoint.clear_remains
+    monkeypatch.setattr(checkpoint, "clear_remains", lambda *a: gate.wait(20) and clear(*a))
+    background, w = checkpoint.Background(), torch.ones(3, 4)
+    tensors = {"model.w": w, "model.p": checkpoint.Piece(w[1:2], (1, 4), (0, 0))}
+    background.save(tmp_path, 1, tensors, {"step": 1})
+    w.fill_(2.0)
+    assert checkpoint.newest(tmp_path) is None and not background.failed()
+    threading.Timer(0.2, gate.set).start()
+    background.save(tmp_path, 2, tensors, {"step": 2})
+    w.fill_(3.0)
+    assert (tmp_path / "checkpoints" / "step-1").is_dir()
+    background.wait()
+    for step in (1, 2):
+        found = {"model.w": torch.zeros(3, 4), "model.p": torch.zeros(1, 4)}
+        checkpoint.load(tmp_path / "checkpoints" / f"step-{step}", found)
+        assert all((t == step).all() for t in found.values())
+
+
+def _fail_in_a_save(rank, n, folder, in_the_background):
+    """Rank 1 can't write its part of step 1, and rank 0 not the name of step 2."""
+    save, wait = checkpoint.save, lambda: None
+    if in_the_background:
+        background = checkpoint.Background(dist.new_group(backend="gloo"))
+        save, wait = background.save, background.wait
+    tensors = {"model.w": checkpoint.Piece(torch.full((1,), float(rank)), (n,), (rank,))}
+    create, seen = checkpoint.Piece.__create_write_items__, []
+
+    def full(*names):
+        raise OSError(28, "No space left on device")
+    for step, owner, name, victim in ((1, checkpoint.Piece, create.__name__, 1),
+                                      (2, checkpoint.os, "rename", 0)):
+        with unittest.mock.patch.object(owner, name, full if rank == victim else
+                                        getattr(owner, name)):
+            try:
+                save(folder, step, tensors, {"step": step})
+                wait()
+                seen.append(None)
+            except OSError as error:
+                seen.append(str(error))
+        dist.barrier()
+        seen.append(len(list(Path(folder, "checkpoints").iterdir())))
+        dist.barrier()
+    save(folder, 3, tensors, {"step": 3})
+    wait()
+    found = {"model.w": torch.zeros(n)}
+    checkpoint.load(checkpoint.newest(folder), found)
+    return seen, found["model.w"].tolist()
+
+
+@pytest.mark.parametrize("in_the_background", [False, True])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(in_the_background, tmp_path):
+    found = ranks(3, _fail_in_a_save, str(tmp_path), in_the_background)
+    for seen, loaded in found:
+        assert seen == found[0][0] and loaded == [0.0, 1.0, 2.0]
+        assert seen[1] == seen[3] == 0
+        assert "step-1.partial: [Errno 28] No space" in seen[0] and "[Errno 28]" in seen[2]
+
+
 def test_two_optimizers_continue_alike_from_a_checkpoint(tmp_path):
     """AdamW's step counters included: one optimizer goes on, another is loaded."""
     torch.manual_seed(0)
@@ -2070,8 +2131,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(train_text, tmp_p
     _train_same(_train_saved(whole), _train_saved(parts))
 
 
-def test_a_kill_during_a_save_loses_only_that_save(train_text, tmp_path):
-    flags = ["--steps", "12", "--save-every", "4"]
+@pytest.mark.parametrize("more", [[], ["--async-save"]])
+def test_a_kill_during_a_save_loses_only_that_save(train_text, tmp_path, more):
+    flags = ["--steps", "12", "--save-every", "4", *more]
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
     assert train.main(_train_flags(train_text, "--out", whole, *flags)) == 0
     # SIGKILL at the moment that the save of step 8 has written its files but not its name.
@@ -2190,7 +2252,8 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
     (["--cp", "0"], "at least 1"), (["--cp", "2"], "does not divide the 1 ranks"),
     (["--cp-method", "ulysses"], "--cp N"), (["--ep", "2"], "ep 2 x etp 1"),
     (["--ep", "0"], "at least 1"), (["--etp", "2"], "etp must be 1 or tp = 1"),
-    (["--async-save"], "--async-save"), (["--stop-timeout", "0"], "at least 1"),
+    (["--async-save"], "--out"), (["--strict-save"], "--out"),
+    (["--stop-timeout", "0"], "at least 1"),
     (["--seq-len", "4096"], "max_seq_len=2048"), (["--seq-len", "0"], "at least 1"),
     (["--override", "vocab_size=256"], "257"), (["--lr", "nan"], "--lr"),
     (["--min-lr", "1"], "--min-lr"), (["--resume"], "--out"), (["--eval-only"], "--init-from"),
@@ -2248,6 +2311,45 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_flags(train_text, t
     assert train.main(_train_flags(train_text, "--out", str(tmp_path / "no"), "--resume")) == 2
 
 
+def test_a_restarted_run_goes_on_from_its_checkpoint_or_begins_anew(train_text, tmp_path):
+    """Without --resume; but --resume never begins anew, and one that was refused stays refused."""
+    flags = _train_flags(train_text, "--out", str(tmp_path / "out"), "--steps", "2")
+    args = train.build_parser().parse_args(flags)
+    train.check_flags(args)
+    assert train.find_resumed(args, restarted=True) is None
+    resuming = train.build_parser().parse_args([*flags, "--resume"])
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        train.find_resumed(resuming, restarted=True)
+    assert train.what_stands(str(tmp_path / "out")) == "no checkpoint had been written yet"
+    assert train.main(flags) == 0
+    assert train.find_resumed(args, restarted=True).name == "step-2"
+    assert "the last checkpoint, step-2" in train.what_stands(str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="already holds a run"):
+        train.find_resumed(args)
+
+
+def test_each_start_of_the_ranks_has_a_part_of_the_store_of_its_own():
+    """Three starts on one store, ranks in any order; the second one's rank 2 never comes."""
+    store, found = dist.HashStore(), []
+
+    def start(rank):
+        part = train.meet(store, rank, 3, 0.5 if missing else 20)
+        found.append((part.add("joined", 1), part.check(["old"])))
+        part.set("old", "")
+    for order, missing in (((2, 0, 1), False), ((1,), True), ((0, 1, 2), False)):
+        threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        if missing:
+            with pytest.raises(OSError, match="rank 2 did not start within 0.5 s"):
+                train.meet(store, 0, 3, 0.5)
+        for thread in threads:
+            thread.join(20)
+    assert sorted(n for n, _ in found) == [1, 1, 1, 2, 2, 3, 3], found
+    assert not any(old for n, old in found if n == 1), found
+
+
 def test_init_from_takes_weights_alone_and_eval_only_changes_nothing(train_text, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert train.main(_train_flags(train_text, "--out", out, "--steps", "3")) == 0
@@ -2284,9 +2386,77 @@ def test_every_metric_is_there_and_right(train_text, tmp_path):
     for step, line in enumerate(found):
         assert line["step"] == step + 1 and line["tokens"] == (step + 1) * 5 * 32
         assert line["lr"] == optim.learning_rate(step, 3, 3e-3, 3e-4, 3, "cosine")
-        assert line["comm_bytes"] == {} and line["memory_bytes"] > 10 ** 7
+        assert not any(line["comm_bytes"].values()) and line["memory_bytes"] > 10 ** 7
         assert line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1.5 and line["max_vio"] >= 0
         assert line["balance_loss"] == pytest.approx(3e-4, rel=0.5)  # 3 layers, alpha 1e-4
+        assert line["bubble"] == 0.0
+
+
+def test_the_bubble_is_what_all_ranks_did_not_work_of_rank_0s_time():
+    stages = pipeline.Pipeline.__new__(pipeline.Pipeline)
+    stages.timeline = [("F0", 10.0, 11.0), ("F1", 11.0, 12.0), ("B0", 15.0, 17.0), ("B1", 17.0, 18)]
+    assert stages.seconds() == (5.0, 8.0)
+    mesh = collectives.Mesh()
+    mesh.world_size = 2
+    run = types.SimpleNamespace(stages=stages, mesh=mesh)
+    assert train.bubble(run, 5.0 + 3.0) == 0.5 and train.bubble(run, 20.0) == 0.0
+
+
+def test_tensorboard_gets_every_number_by_name(train_text, tmp_path, monkeypatch):
+    """A stand-in for the package, which need not be installed here."""
+    written = {}
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            written.update(folder=folder, purge_step=purge_step)
+
+        def add_scalar(self, name, number, step):
+            written[name, step] = number
+
+        def close(self):
+            written["closed"] = True
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tensorboard" or find(
+        name))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    out = str(tmp_path / "out")
+    flags = _train_flags(train_text, "--out", out, "--steps", "2", "--tensorboard")
+    assert train.main(flags) == 0
+    assert written.pop("folder") == out and written.pop("purge_step") == 1 and written.pop("closed")
+    for line in Path(out, "metrics.jsonl").read_text().splitlines():
+        line = json.loads(line)
+        line.update((f"comm_bytes/{axis}", n) for axis, n in line.pop("comm_bytes").items())
+        assert line == {name: n for (name, step), n in written.items() if step == line["step"]}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert train.main([*flags, "--resume"]) == 2
+
+
+def test_metrics_that_a_full_disk_does_not_take_wait_for_room(tmp_path, capsys):
+    class Disk:
+        def __init__(self, room):
+            self.room, self.held = room, b""
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken = data[:self.room]
+            self.held, self.room = self.held + taken, self.room - len(taken)
+            return len(taken)
+    args = train.build_parser().parse_args(["--out", str(tmp_path)])
+    logger = train.Logger(types.SimpleNamespace(args=args, mesh=collectives.Mesh(), step=0))
+    logger.file.close()
+    logger.file = Disk(10)
+    for line in (b"12345\n", b"67890\n", b"abc\n"):
+        logger._write(line)
+    assert logger.file.held == b"12345\n6789"
+    assert capsys.readouterr().err.count("wait for room") == 1
+    logger.file.room = 100
+    logger._write(b"def\n")
+    assert logger.file.held == b"12345\n67890\nabc\ndef\n"
+    args.strict_save, logger.file.room = True, 0
+    with pytest.raises(OSError, match="No space"):
+        logger._write(b"x\n")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -2309,18 +2479,44 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("more", [[], ["--async-save"]])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_save_that_fails_warns_or_stops_when_strict(train_text, tmp_path, strict):
+def test_a_save_that_fails_warns_or_stops_when_strict(train_text, tmp_path, strict, more):
     out = str(tmp_path / "out")
     child = subprocess.run(
         [sys.executable, "-c", TRAIN_ON_A_FULL_DISK, *_train_flags(
             train_text, "--steps", "2", "--save-every", "1", "--out", out),
-         *["--strict-save"] * strict], cwd=HERE, capture_output=True, text=True, timeout=100)
+         *["--strict-save"] * strict, *more], cwd=HERE, capture_output=True, text=True, timeout=100)
     assert child.returncode == int(strict), child.stderr
     assert len(child.stderr.splitlines()) == (1 if strict else 2), child.stderr
     assert "step-1.partial" in child.stderr and ("warning" in child.stderr) != strict
-    assert checkpoint.newest(out) is None
-    assert len(_train_metrics(out)) == (1 if strict else 2)
+    assert not any(Path(out, "checkpoints").iterdir())
+    # A save in the background may have failed only after another step.
+    assert len(_train_metrics(out)) in ({1, 2} if more else {1}) if strict else {2}
+
+
+def test_a_failure_in_the_background_is_told_before_the_next_save(train_text, tmp_path, capsys):
+    """A read-only folder, as a file where the folder should be: root may write anywhere."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "checkpoints").write_text("")
+    run = _train_run(train_text, "--out", str(out), "--async-save")
+    saver = train.Saver(run)
+    saver.save()
+    until = time.monotonic() + 10
+    while not saver.background.failed() and time.monotonic() < until:
+        time.sleep(0.01)
+    run.args.strict_save = True
+    assert saver.look() and not capsys.readouterr().err
+    with pytest.raises(OSError, match="checkpoint of step 0 not written .*--strict-save ends"):
+        saver.finish()
+    run.args.strict_save = False
+    saver.save()
+    while not saver.background.failed() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not saver.look() and "warning: checkpoint of step 0" in capsys.readouterr().err
+    saver.finish()
+    assert not capsys.readouterr().err
 
 
 def test_the_profile_is_a_chrome_trace(train_text, tmp_path):
@@ -4388,7 +4584,7 @@ def _layout_run(rank, n, flags, validate=True):
     while run.step < train.last_step(run.args):
         found.append(train.train_step(run))
     if run.args.out:
-        train.save(run)
+        checkpoint.save(*train.checkpoint_of(run))
     validation = train.evaluate(run) if validate else None
     weights = train.assemble({("weight", name): train.piece(m.detach().clone(), m, mesh)
                               for name, m in run.owner.named_masters()}, mesh)
@@ -4426,6 +4622,7 @@ def _layout_flags(text):
 def _layout_close(run, reference, first):
     found, validation, weights = run
     for ours, expected in zip(found, reference[0][first:]):
+        assert [*ours] == [*expected] and [*ours["comm_bytes"]] == [*expected["comm_bytes"]]
         for key in ("loss", "grad_norm", "max_vio", "tokens", "step"):
             assert ours[key] == pytest.approx(expected[key], rel=1e-9), key
     assert validation is None or validation == pytest.approx(reference[1], rel=1e-9)
@@ -4557,7 +4754,7 @@ def _ranks_of(parent, n):
     return found
 
 
-def _wait_for_step(out, step, seconds=60):
+def _wait_for_step(out, step, seconds=120):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         path = Path(out, "metrics.jsonl")
@@ -4595,6 +4792,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpo
     assert process.returncode != 0
     assert "no sign of rank 1: it died or is stuck" in said, said
     assert said.count("no sign of rank") == 1 and "over" in said
+    assert "--resume goes on from the last checkpoint, step-" in said
     assert checkpoint.newest(out) is not None
     if how == "stop":
         return
@@ -4608,17 +4806,47 @@ def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpo
         assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-9)
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(train_text, tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_end_bit_for_bit(train_text, tmp_path):
+    out, whole = str(tmp_path / "out"), str(tmp_path / "whole")
+    flags = [*_layout_flags(train_text), "--steps", "9", "--save-every", "3", "--pp", "2",
+             "--async-save"]
+    process = _torchrun(2, *flags, "--out", out, launcher=[
+        "--max-restarts", "1", "--master-port", str(_free_port())])
+    try:
+        _wait_for_step(out, 5)
+        os.kill(_ranks_of(process.pid, 2)[1], signal.SIGKILL)
+        said = process.communicate(timeout=90)[0]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode == 0 and "no sign of rank 1" in said and "resumed from" in said, said
+    steps = ranks(2, _layout_run, [*flags, "--out", whole], False)[0][0]
+    assert _train_metrics(out) == [{k: m[k] for k in m if k in TRAIN_FIELDS} for m in steps]
+    found = []
+    for folder in (out, whole):
+        path = checkpoint.newest(folder)
+        found.append({name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in
+                      checkpoint.read_tensor_table(path).items()})
+        checkpoint.load(path, found[-1])
+    _train_same(*found)
+
+
+@pytest.mark.parametrize("victims, more", [([1], []), ([0, 1], ["--async-save", "--save-every",
+                                                                "1"])])
+def test_a_signal_to_one_rank_or_all_stops_all_after_the_same_step(victims, more, train_text,
+                                                                    tmp_path):
     out = str(tmp_path / "out")
-    flags = [*_layout_flags(train_text), "--steps", "400", "--out", out, "--fsdp", "2"]
+    flags = [*_layout_flags(train_text), "--steps", "400", "--out", out, "--fsdp", "2", *more]
     process = _torchrun(2, *flags)
     try:
         _wait_for_step(out, 2)
-        os.kill(_ranks_of(process.pid, 2)[1], signal.SIGTERM)
+        pids = _ranks_of(process.pid, 2)
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGTERM)
         said = process.communicate(timeout=60)[0]
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-    assert process.returncode == 0 and "told to stop" in said, said
+    assert process.returncode == 0 and "stopped after step" in said, said
     steps = len(Path(out, "metrics.jsonl").read_text().splitlines())
     assert checkpoint.newest(out).name == f"step-{steps}" and 2 <= steps < 400
 

@@ -63,12 +63,9 @@ from moe import expert_load, max_violation, reset_counts, update_expert_bias
 GPU_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "A100": 312,
              "B200": 2250, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500}
 
-EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random order
+BEGUN = "quintet/begun"  # key of torchrun's store: this run had begun before a restart
 
-# Flags whose techniques have no file yet: the value that means "not used", and what is missing.
-NOT_YET = {
-    "async_save": (False, "a process group of its own"),
-}
+EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random order
 
 # A resumed run must agree with its beginning on these, on the model and on the text; anything else
 # may change (logging, how often to save, recompute, the microbatches of a step ...).
@@ -176,11 +173,6 @@ def build_parser():
 
 def check_flags(args):
     """Raises ValueError for flags that make no sense together, before anything is touched."""
-    for name, (unused, missing) in NOT_YET.items():
-        if getattr(args, name) != unused:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(args, name)} needs {missing}, which is still to "
-                             f"come; leave {flag} out")
     for name, least in (("seq_len", 1), ("batch_size", 1), ("micro_batch_size", 1), ("steps", 1),
                         ("warmup", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                         ("log_every", 1), ("lr", 0), ("weight_decay", 0), ("clip", 0),
@@ -197,6 +189,7 @@ def check_flags(args):
                                  f"leave --{name.replace('_', '-')} out (--init-from DIR starts "
                                  "it from a checkpoint's weights)")
         args.dtype, args.out, args.save_every = "fp64", None, 0
+        args.async_save = args.strict_save = False
     check_layout(args)
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
     if not 0 <= args.min_lr <= args.lr:
@@ -208,7 +201,7 @@ def check_flags(args):
                          f"{last_step(args)}; use --steps 5 or more")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ValueError("--tensorboard needs the tensorboard package: pip install tensorboard")
-    for name in ("resume", "profile", "tensorboard", "save_every"):
+    for name in ("resume", "profile", "tensorboard", "save_every", "async_save", "strict_save"):
         if getattr(args, name) and not args.out:
             raise ValueError(f"--{name.replace('_', '-')} needs a folder: add --out DIR")
     if args.resume and args.init_from:
@@ -326,10 +319,11 @@ class Run(Plan):
     stopping: bool = False  # some rank was asked to stop, and all know it
 
 
-def prepare(args, report=print):
-    """Check flags and input. Raises ValueError or OSError for what can't work."""
+def prepare(args, report=print, restarted=False):
+    """Check flags and input. Raises ValueError or OSError for what can't work. restarted: torchrun
+    has begun this run before."""
     check_flags(args)
-    resumed = find_resumed(args)
+    resumed = find_resumed(args, restarted)
     source = resumed or (args.init_from and checkpoint.resolve(args.init_from)) or None
     config = choose_config(args, resumed, source)
     if args.seq_len > config.max_seq_len:
@@ -491,19 +485,22 @@ def refuse_too_large(name, config, device, bytes_each):
                          "more ranks with --fsdp, --tp or --ep, or a machine with more memory")
 
 
-def find_resumed(args):
-    """The checkpoint that --resume goes on from, its flags checked; None for a new run.
+def find_resumed(args, restarted=False):
+    """The checkpoint that a run goes on from, its flags checked; None for a new run. One that
+    torchrun restarted goes on from its newest checkpoint without --resume, or anew if it has none.
 
     Raises ValueError when --out already holds a run that --resume was not given for, when there is
     nothing to resume, or when a flag would change the run.
     """
-    if not args.resume:
+    if not args.resume and not (restarted and args.out):
         held = checkpoint.steps_in(Path(args.out, "checkpoints")) if args.out else []
         if held:
             raise ValueError(f"--out {args.out} already holds a run (checkpoint {held[0].name}); "
                              "add --resume to go on with it, or choose another folder")
         return None
     newest = checkpoint.newest(args.out)
+    if newest is None and not args.resume:
+        return None
     if newest is None:
         raise ValueError(f"--resume: no whole checkpoint in {args.out}; leave --resume out to "
                          "start a new run")
@@ -565,7 +562,8 @@ def train_step(run, asked=()):
     tensor_parallel.sum_partial_gradients(masters, run.mesh["tp"])
     if run.stages:
         run.stages.sum_tied_gradients(masters)
-    loss, norm, balance_loss, counts = sum_over_ranks(run, loss * speaks_for_batch(run), asked)
+    loss, norm, balance_loss, busy, counts = sum_over_ranks(run, loss * speaks_for_batch(run),
+                                                            asked)
     loss, norm = loss / max(valid, 1), norm / scale
     stop_if_not_finite(run, "loss", loss)
     overflow = not math.isfinite(norm)
@@ -582,7 +580,8 @@ def train_step(run, asked=()):
     run.step += 1
     run.tokens += valid
     seconds = time.perf_counter() - start
-    return metrics(run, loss, norm, lr, seconds, counts, balance_loss / args.batch_size, overflow)
+    return metrics(run, loss, norm, lr, seconds, counts, balance_loss / args.batch_size, busy,
+                   overflow)
 
 
 def speaks_for_batch(run):
@@ -648,9 +647,9 @@ def token_loss(run, batch, rows, seed=1.0, balance_seed=0.0, stage=None, x=None)
 
 
 def sum_over_ranks(run, loss, asked):
-    """The step's sums: token loss, gradient norm (scaled as the gradients are), balance loss, and
-    the token counts of all MoE layers (layers, e), which those of this rank get in place. One
-    message: all of it is a few numbers in float64.
+    """The step's sums: token loss, gradient norm (scaled as the gradients are), balance loss, the
+    seconds that pipeline stages worked, and the token counts of all MoE layers (layers, e), which
+    those of this rank get in place. One message: all of it is a few numbers in float64.
 
     A part that several ranks hold is counted on the first of them (run.counted).
     """
@@ -660,18 +659,19 @@ def sum_over_ranks(run, loss, asked):
     moe = range(config.n_layers - config.n_moe_layers(), config.n_layers)
     balance = sum(float(layer.balance_loss) for layer in here.values())
     nothing = torch.zeros(config.num_experts, dtype=torch.float64, device=run.device)
-    sums = torch.tensor([loss, norm * norm, balance, float(bool(asked))], dtype=torch.float64,
-                        device=run.device)
+    busy = run.stages.seconds()[0] if run.stages else 0.0
+    sums = torch.tensor([loss, norm * norm, balance, busy, float(bool(asked))],
+                        dtype=torch.float64, device=run.device)
     sums = torch.cat([sums, *(here[i].tokens_per_expert.double() if i in here else nothing
                               for i in moe)])
     sums = all_reduce(sums, run.mesh["world"])
-    counts = sums[4:].view(len(moe), config.num_experts)
+    counts = sums[5:].view(len(moe), config.num_experts)
     for i, row in zip(moe, counts):
         if i in here:
             here[i].tokens_per_expert.copy_(row)
-    loss, square, balance, stopping = sums[:4].tolist()
+    loss, square, balance, busy, stopping = sums[:5].tolist()
     run.stopping = stopping > 0
-    return loss, math.sqrt(square) if square >= 0 else math.nan, balance, counts
+    return loss, math.sqrt(square) if square >= 0 else math.nan, balance, busy, counts
 
 
 def update(run, masters, lr, norm, scale):
@@ -695,7 +695,7 @@ def stop_if_not_finite(run, what, number):
         raise FloatingPointError(
             f"step {run.step + 1}: the {what} is {number}, on sequences {first} to "
             f"{first + run.args.batch_size - 1} of the data order (seed {run.args.seed}); "
-            "the last checkpoint stands. Try a smaller --lr, --clip 1, or --dtype fp32")
+            f"{what_stands(run.args.out)}. Try a smaller --lr, --clip 1, or --dtype fp32")
 
 
 @torch.no_grad()
@@ -723,10 +723,11 @@ def evaluate(run):
     return total / count
 
 
-def metrics(run, loss, norm, lr, seconds, counts, balance_loss, skipped):
-    """A line of metrics.jsonl: losses are per token, mfu counts causal attention alone. counts: the
-    step's tokens (layers, e). The load of each expert, which are many numbers, is in every
-    --log-every-th line."""
+def metrics(run, loss, norm, lr, seconds, counts, balance_loss, busy, skipped):
+    """A line of metrics.jsonl, with the same keys in every layout: losses are per token, mfu counts
+    causal attention alone, memory and sent bytes are this rank's. counts: the step's tokens
+    (layers, e); busy: the seconds that all ranks' stages worked. The load of each expert, which are
+    many numbers, is in every --log-every-th line."""
     args, config = run.args, run.model.config
     rate = args.batch_size * args.seq_len / seconds
     flops = flops_per_token(config, args.seq_len)
@@ -734,7 +735,8 @@ def metrics(run, loss, norm, lr, seconds, counts, balance_loss, skipped):
              "tokens_per_second": rate,
              "mfu": (rate * flops / (run.peak_flops * run.mesh.world_size)
                      if run.peak_flops else None),
-             "memory_bytes": memory_bytes(run.device), "comm_bytes": ledger.by_axis()}
+             "memory_bytes": memory_bytes(run.device), "bubble": bubble(run, busy),
+             "comm_bytes": dict.fromkeys(run.mesh.axes, 0) | ledger.by_axis()}
     if config.num_experts:
         found.update(max_vio=max_violation(counts), balance_loss=balance_loss)
         if run.step % args.log_every == 0:
@@ -742,6 +744,18 @@ def metrics(run, loss, norm, lr, seconds, counts, balance_loss, skipped):
     if run.scaler.active:
         found.update(loss_scale=run.scaler.scale, skipped=skipped)
     return found
+
+
+def bubble(run, busy):
+    """The part of a pipeline's time that its ranks waited for one another, on average; 0 without a
+    pipeline. busy: seconds that all ranks worked off their lists, without the waits in between.
+
+    The time of the whole is this rank's: rank 0 has the first stage, whose forward begins the step
+    and whose backward ends it, in every schedule.
+    """
+    if not run.stages:
+        return 0.0
+    return max(0.0, 1 - busy / (run.mesh.world_size * run.stages.seconds()[1]))
 
 
 def memory_bytes(device):
@@ -797,20 +811,69 @@ def saved_tensors(run):
     return tensors
 
 
-def save(run):
-    """Write --out's checkpoint of this step. With --strict-save a failure ends the run."""
+def checkpoint_of(run):
+    """What checkpoint.save() is to write now: its arguments."""
     state = {"step": run.step, "updates": run.updates, "tokens": run.tokens,
              "config": dataclasses.asdict(run.model.config), "flags": vars(run.args),
              "data": run.train_stream.fingerprint, "loss_scaler": run.scaler.state_dict(),
              "threads": torch.get_num_threads(), "torch": torch.__version__}
-    try:
-        checkpoint.save(run.args.out, run.step, saved_tensors(run), state, run.args.keep)
-    except OSError as error:
-        if run.args.strict_save:
-            raise
-        if run.mesh.rank == 0:
-            print(f"warning: checkpoint of step {run.step} not written ({error}); training goes "
-                  "on. --strict-save would stop here", file=sys.stderr)
+    return run.args.out, run.step, saved_tensors(run), state, run.args.keep
+
+
+def save_group(run):
+    """A gloo group of all ranks for the thread that saves; None for one rank. Its messages wait for
+    the slowest rank's files, on gloo also where training talks over nccl."""
+    if run.mesh.world_size == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(
+        seconds=run.args.collective_timeout))
+
+
+class Saver:
+    """Writes a run's checkpoints into --out; with --async-save in a thread, while training goes on.
+
+    A save that fails is a warning, or with --strict-save an OSError. What has become of a save in
+    the thread is said at the next one or, on the rank that speaks, after the step in which it was
+    known; with --strict-save all ranks then stop after the same step, as for a signal.
+    """
+
+    def __init__(self, run):
+        self.run, self.step = run, run.step  # of the newest save, or of where the run began
+        self.background = checkpoint.Background(save_group(run)) if run.args.async_save else None
+
+    def save(self):
+        """The checkpoint of this step; one at a time."""
+        self.finish()
+        self.step = self.run.step
+        if self.background:
+            self.background.save(*checkpoint_of(self.run))
+        else:
+            self._attempt(lambda: checkpoint.save(*checkpoint_of(self.run)))
+
+    def look(self):
+        """After a step: whether a save has failed and --strict-save wants the run to end. Without
+        it, a failure is told."""
+        if not (self.background and self.background.failed()):
+            return False
+        if not self.run.args.strict_save:
+            self.finish()
+        return self.run.args.strict_save
+
+    def finish(self):
+        """Return when no save is under way any more."""
+        if self.background:
+            self._attempt(self.background.wait)
+
+    def _attempt(self, save):
+        try:
+            save()
+        except OSError as error:
+            what = f"checkpoint of step {self.step} not written ({error})"
+            if self.run.args.strict_save:
+                raise OSError(f"{what}; --strict-save ends the run here") from error
+            if self.run.mesh.rank == 0:
+                print(f"warning: {what}; training goes on. --strict-save would stop here",
+                      file=sys.stderr, flush=True)
 
 
 def check_same_data(args, path, stream):
@@ -836,27 +899,32 @@ def load(run, path, report=print):
 
 
 def open_metrics(run):
-    """metrics.jsonl, cut back to the steps that the checkpoint knows, ready to be added to."""
+    """metrics.jsonl, cut back to the steps that the checkpoint knows, ready to be added to.
+
+    Cut where it stands: whenever this is killed, the lines that are to be kept are there.
+    """
     folder = Path(run.args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() and run.step else []
-    kept = []
-    for line in lines:
-        try:
-            if json.loads(line)["step"] <= run.step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            continue  # the last line of a killed run, written half
-    path.write_text("".join(kept))
-    return path.open("a", buffering=1)
+    path, kept = folder / "metrics.jsonl", 0
+    if path.exists() and run.step:
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                known = json.loads(line)["step"] <= run.step and line.endswith(b"\n")
+            except ValueError:  # the last line of a killed run, written half
+                known = False
+            if not known:
+                break
+            kept += len(line)
+    file = path.open("ab", buffering=0)  # a write tells how much of it the disk took
+    file.truncate(kept)
+    return file
 
 
 class Logger:
     """Progress lines for a person, metrics.jsonl and tensorboard for programs."""
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.unwritten = run, b""
         self.speaks = run.mesh.rank == 0
         self.file = open_metrics(run) if run.args.out and self.speaks else None
         self.board = None
@@ -867,20 +935,44 @@ class Logger:
     def step(self, found):
         """Write a step's metrics; show every --log-every-th to the person."""
         if self.file:
-            self.file.write(json.dumps(found) + "\n")
+            self._write(json.dumps(found).encode() + b"\n")
         if self.board:
-            for name, value in found.items():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(name, value, found["step"])
+            for name, number in scalars(found):
+                self.board.add_scalar(name, number, found["step"])
         step, args = found["step"], self.run.args
         shown = step % args.log_every == 0 or step in (1, last_step(args)) or found.get("skipped")
         if shown and self.speaks:
             print(progress_line(found, args, self.run), flush=True)
 
+    def _write(self, line):
+        """Add a line to metrics.jsonl. What a full disk does not take waits for room there, and
+        training goes on; with --strict-save OSError is raised."""
+        had_room, self.unwritten = not self.unwritten, self.unwritten + line
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+        except OSError as error:
+            if self.run.args.strict_save:
+                raise
+            if had_room:
+                print(f"warning: metrics of step {self.run.step} not written ({error}); they wait "
+                      "for room on the disk. --strict-save would stop here", file=sys.stderr,
+                      flush=True)
+
     def close(self):
         for writer in (self.file, self.board):
             if writer:
                 writer.close()
+
+
+def scalars(found, prefix=""):
+    """(name, number) of a step's metrics, `comm_bytes/tp` of those that are an object; lists are
+    left out."""
+    for name, item in found.items():
+        if isinstance(item, dict):
+            yield from scalars(item, f"{prefix}{name}/")
+        elif isinstance(item, (int, float)):
+            yield prefix + name, item
 
 
 def last_step(args):
@@ -893,22 +985,27 @@ def train(run):
     Returns True when it came to the end of the run, False when it was asked to stop before.
     """
     args, asked = run.args, []
-    logger, saved = Logger(run), run.step
+    logger, saver = Logger(run), Saver(run)
     with profiler(run) as profile, stop_signals(asked, args.stop_timeout):
-        while run.step < last_step(args) and not run.stopping:
-            logger.step(train_step(run, asked))
-            if profile:
-                profile.step()
-            if args.save_every and run.step % args.save_every == 0:
-                save(run)
-                saved = run.step
-            if args.eval_every and run.step % args.eval_every == 0 and run.step < args.steps:
-                loss = evaluate(run)
-                if run.mesh.rank == 0:
-                    print(f"step {run.step}  validation loss {loss:.4f}", flush=True)
+        try:
+            while run.step < last_step(args) and not run.stopping:
+                logger.step(train_step(run, asked or saver.look()))
+                if profile:
+                    profile.step()
+                if args.save_every and run.step % args.save_every == 0:
+                    saver.save()
+                if args.eval_every and run.step % args.eval_every == 0 and run.step < args.steps:
+                    loss = evaluate(run)
+                    if run.mesh.rank == 0:
+                        print(f"step {run.step}  validation loss {loss:.4f}", flush=True)
+        except FloatingPointError:  # of sums over all ranks: a save under way is whole all the same
+            saver.finish()
+            raise
         logger.close()
-        if args.out and saved != run.step:
-            save(run)
+        saver.finish()
+        if args.out and saver.step != run.step:
+            saver.save()
+            saver.finish()
     if run.stopping and run.mesh.rank == 0:
         why = asked[0] if asked else "another rank was told to stop"
         print(f"{why}: stopped after step {run.step}" + (
@@ -998,7 +1095,7 @@ def describe(run):
         print(f"peak for MFU: {run.peak_flops / 1e9:,.0f} GFLOP/s ({kind})")
     print("flags: " + " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
                                for k, v in vars(args).items()
-                               if v not in (None, False, []) and k not in NOT_YET), flush=True)
+                               if v not in (None, False, [])), flush=True)
 
 
 def report_validation(run):
@@ -1183,12 +1280,47 @@ def check_parity(plan, mesh, report=print):
 
 # ---- beginning and end of a process ----
 
-def join(plan):
-    """Form the process group of the ranks that torchrun started. Returns the store that they all
-    reach, which outlives a failed collective; None for one process."""
-    if launched()[1] == 1:
+def find_store():
+    """The store that all ranks reach, and that outlives a failed collective; None for a process
+    that was started alone."""
+    if launched()[1] == 1 and not dist.is_torchelastic_launched():
         return None
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
+def meet(store, rank, world_size, patience):
+    """The part of the store that this start of the ranks alone uses. Raises OSError when ranks do
+    not come within `patience` seconds.
+
+    torchrun's own store outlives a restart, and so do the addresses in it of processes that are
+    gone; nor do its agents on several nodes count restarts alike. So each rank names itself anew,
+    and rank 0 answers every name with its own, until all have confirmed it.
+    """
+    mine, until = os.urandom(8).hex(), time.monotonic() + patience
+    if rank:
+        store.set(f"hello/{rank}", mine)
+        first = store.get(mine).decode()  # waits for it; whoever is not needed, torchrun ends
+        store.set(f"{first}/{rank}", "here")
+        return dist.PrefixStore(first, store)
+    late = set(range(1, world_size))
+    while late := {r for r in late if not store.check([f"{mine}/{r}"])}:
+        for name in [store.get(f"hello/{r}").decode() for r in late if store.check([f"hello/{r}"])]:
+            store.set(name, mine)
+        if time.monotonic() > until:
+            raise OSError(f"rank {', '.join(map(str, sorted(late)))} did not start within "
+                          f"{patience:g} s (--collective-timeout)")
+        time.sleep(0.005)
+    return dist.PrefixStore(mine, store)
+
+
+def join(plan, store):
+    """Form the process group of the ranks that torchrun started. Returns their part of the store;
+    None for one rank. Raises as meet() does."""
+    rank, world_size = launched()
+    if world_size == 1:
+        return None
+    store = meet(store, rank, world_size, plan.args.collective_timeout)
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
     dist.init_process_group(
@@ -1207,7 +1339,15 @@ def end_failed(store, rank, text):
     os._exit(1)
 
 
-def end_abandoned(store, rank, world_size, error, patience=4.0):
+def what_stands(out):
+    """What a run that ended without saving can go on from, in words."""
+    held = checkpoint.steps_in(Path(out, "checkpoints")) if out else []
+    if held:
+        return f"--resume goes on from the last checkpoint, {held[0].name}"
+    return "no checkpoint had been written yet" + ("" if out else " (--out DIR keeps them)")
+
+
+def end_abandoned(store, rank, world_size, error, out, patience=4.0):
     """A collective failed because another rank is gone: find out which, say it once, and end."""
     try:
         store.set(f"ended/{rank}", "in a collective")
@@ -1222,12 +1362,12 @@ def end_abandoned(store, rank, world_size, error, patience=4.0):
     if rank == first and not failed:
         who = (f"no sign of rank {', '.join(map(str, gone))}: it died or is stuck" if gone
                else "every rank is still there")
-        print(f"train.py: {error}\ntrain.py: {who}; ended without saving, --resume goes on from "
-              "the last checkpoint", file=sys.stderr, flush=True)
+        print(f"train.py: {error}\ntrain.py: {who}; ended without saving, {what_stands(out)}",
+              file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def run_plan(plan, report):
+def run_plan(plan, report, store):
     """Everything after the group has formed. Returns the exit code."""
     args, (rank, world_size) = plan.args, launched()
     mesh = Mesh(world_size, rank, **layout_of(args))
@@ -1241,6 +1381,8 @@ def run_plan(plan, report):
     run.peak_flops = measure_peak(run.device, args.dtype)
     if mesh.rank == 0:
         describe(run)
+        if store:
+            store.set(BEGUN, args.out or "")
     try:
         if args.eval_only or train(run):
             report_validation(run)
@@ -1256,16 +1398,18 @@ def main(argv=None):
     keep_freed_memory()
     rank, world_size = launched()
     report = print if rank == 0 else quiet  # one rank speaks for all
+    launch = store = None
     try:
-        plan = prepare(args, report)
+        launch = find_store()
+        plan = prepare(args, report, restarted=launch is not None and launch.check([BEGUN]))
     except (ValueError, OSError) as error:
         return refuse("train.py", error)
-    store = join(plan)
     try:
+        store = join(plan, launch)
         with patient() if store else contextlib.nullcontext():
-            code = run_plan(plan, report)
+            code = run_plan(plan, report, launch)
     except CollectiveError as error:
-        end_abandoned(store, rank, world_size, error)
+        end_abandoned(store, rank, world_size, error, args.out)
     except OSError as error:
         if store:
             end_failed(store, rank, f"train.py: rank {rank}: {error}")
