@@ -246,6 +246,7 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_rows, grad_gates, _):
+        """Gradients of what forward gave. They set out; nothing is returned but the thread."""
         trip = ctx.trip
         if trip.etp.size > 1:
             grad_rows, grad_gates = (

@@ -173,6 +173,7 @@ def _pool_worker(connection):
             try:
                 store = dist.FileStore(f"{folder}/store", world_size)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+                dist.barrier()  # or a rank that is done could leave while another still connects
                 result = function(rank, world_size, *args)
                 dist.destroy_process_group()
                 connection.send(("result", result))  # fails before writing if it can't be pickled

@@ -360,46 +360,54 @@ def set_up(args, report=print):
 
 
 def build(plan, mesh, report=print):
-    """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them:
-    on the meta device, pipeline stages, tensor, expert and context parallelism, recompute, memory
-    and values, data parallelism, optimizer."""
-    args, dtype = plan.args, DTYPES[plan.args.dtype]
+    """Model, starting values or a checkpoint's, and optimizer, each rank its own part of them. One
+    line a technique; each cuts or replaces what those before it have left."""
+    args, stages = plan.args, None
     with torch.device("meta"):
         model = Transformer(plan.config)
     if args.compile:
         compile_regions(model)
-    stages = None
     if args.pp > 1:
         stages = pipeline.split(model, mesh, args.pp_schedule, args.virtual_stages)
     tensor_parallel.parallelize(model, mesh)
     expert_parallel.parallelize(model, mesh)
     ring_attention.parallelize(model, mesh, args.seq_len, args.cp_method)
     apply_recompute(model, args.recompute)
-    if args.zero:
-        zero_buffers(model, plan.device)
-        owner = reducer = Sharded(model, mesh, args.zero, dtype, plan.device,
-                                  stages and stages.layer_names())
-        fill(owner.named_masters(), plan, mesh)
-    else:
-        take_memory(model, plan.device, torch.promote_types(dtype, torch.float32))
-        fill(model.named_parameters(), plan, mesh)
-        alone = mesh["data"].size == mesh["edata"].size == 1
-        owner = optim.MixedPrecision(model, dtype, accumulate=alone)
-        reducer = None if alone else Replicas(
-            model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()},
-            [model.get_parameter(name) for name in stages.twice] if stages else (), mesh["edata"])
+    owner, reducer = (shard if args.zero else replicate)(plan, mesh, model, stages)
     optimizer = optim.make_optimizer(
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
     counted = [master for _, master in owner.named_masters()
                if counts_here(label_of(master), mesh)]
     run = Run(**vars(plan), mesh=mesh, model=model, stages=stages, owner=owner, reducer=reducer,
-              counted=counted, optimizer=optimizer, scaler=optim.LossScaler(dtype))
+              counted=counted, optimizer=optimizer, scaler=optim.LossScaler(DTYPES[args.dtype]))
     if plan.resumed:
         load(run, plan.resumed, report)
     elif plan.source:
         checkpoint.load(plan.source, model_pieces(run), "model.")
         owner.refresh()
     return run
+
+
+def shard(plan, mesh, model, stages):
+    """fsdp.py: memory for this rank's shards, and their starting values. (owner, reducer)"""
+    zero_buffers(model, plan.device)
+    sharded = Sharded(model, mesh, plan.args.zero, DTYPES[plan.args.dtype], plan.device,
+                      stages and stages.layer_names())
+    fill(sharded.named_masters(), plan, mesh)
+    return sharded, sharded
+
+
+def replicate(plan, mesh, model, stages):
+    """Memory and starting values, then ddp.py where other ranks hold the same. (owner, reducer)"""
+    dtype, alone = DTYPES[plan.args.dtype], mesh["data"].size == mesh["edata"].size == 1
+    take_memory(model, plan.device, torch.promote_types(dtype, torch.float32))
+    fill(model.named_parameters(), plan, mesh)
+    owner = optim.MixedPrecision(model, dtype, accumulate=alone)
+    if alone:
+        return owner, None
+    return owner, Replicas(
+        model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()},
+        [model.get_parameter(name) for name in stages.twice] if stages else (), mesh["edata"])
 
 
 def take_memory(model, device, dtype):
@@ -506,6 +514,8 @@ def find_resumed(args, restarted=False):
                          "start a new run")
     # Without a decay, how many steps there will be changes none of them.
     same = [key for key in SAME_RUN if key != "steps" or args.lr_schedule != "constant"]
+    if args.eval_only:  # nothing goes on
+        same = ["tokenizer", "errors"]
     checkpoint.check_resume(checkpoint.read_run(newest)["flags"], vars(args), same)
     if args.stop_after and args.stop_after < int(newest.name.split("-")[1]):
         raise ValueError(f"--stop-after {args.stop_after} lies before the checkpoint {newest.name}")
