@@ -4635,13 +4635,13 @@ def _layout_close(run, reference, first):
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(i, train_text, layout_reference, tmp_path,
                                                          request):
     """Two steps and a save under one layout, a third under each of the others (without
-    --all-layouts under two of them)."""
+    --all-layouts under one of them)."""
     flags = [*_layout_flags(train_text), "--steps", "3", "--out", str(tmp_path / "out")]
     world_size, layout = CHECKPOINT_LAYOUTS[i]
     ranks(world_size, _layout_run, [*flags, *layout, "--stop-after", "2"], False)
     n = len(CHECKPOINT_LAYOUTS)
     everything = request.config.getoption("--all-layouts")
-    for j in range(n) if everything else ((i + 3) % n, (2 * i + 1) % n):
+    for j in range(n) if everything else [(i + 3) % n]:
         world_size, layout = CHECKPOINT_LAYOUTS[j]
         shutil.rmtree(tmp_path / "again", ignore_errors=True)
         shutil.copytree(tmp_path / "out", tmp_path / "again")
@@ -4767,8 +4767,7 @@ def _wait_for_step(out, step, seconds=120):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 @pytest.mark.parametrize("how, layout", [
-    ("kill", ["--fsdp", "3"]), ("stop", ["--fsdp", "3"]),
-    ("kill", ["--pp", "3", "--pp-schedule", "zb-h1"])])
+    ("kill", ["--fsdp", "3"]), ("stop", ["--pp", "3", "--pp-schedule", "zb-h1"])])
 def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpoint(
         how, layout, train_text, tmp_path):
     out = str(tmp_path / "out")
