@@ -4656,7 +4656,8 @@ def _layout_of_one(flags):
     return ranks(1, _layout_run, list(flags))[0]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype, of_loss, of_norm", [
+    ("fp32", 1e-5, 1e-5), ("bf16", 2e-3, 3e-2), ("fp16", 2e-3, 3e-2)])
 @pytest.mark.parametrize("layout", [["--dp", "2"], ["--fsdp", "2", "--zero", "1"],
                                     ["--fsdp", "2", "--zero", "2"], ["--fsdp", "2"],
                                     ["--tp", "2"], ["--tp", "2", "--zero", "3"],
@@ -4664,16 +4665,17 @@ def _layout_of_one(flags):
                                     ["--cp", "2"],
                                     ["--fsdp", "2", "--ep", "2"],
                                     ["--tp", "2", "--ep", "2", "--zero", "0"]])
-def test_16_bits_under_every_level_follow_one_process(dtype, layout, train_text):
+def test_fewer_bits_under_every_level_follow_one_process(dtype, of_loss, of_norm, layout,
+                                                         train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""
     flags = [*_layout_flags(train_text), "--steps", "3", "--micro-batch-size", "4",
              "--dtype", dtype]
     expected = _layout_of_one(tuple(flags))
     for found, validation, _ in ranks(2, _layout_run, [*flags, *layout]):
-        assert validation == pytest.approx(expected[1], rel=2e-3)
+        assert validation == pytest.approx(expected[1], rel=of_loss)
         for ours, theirs in zip(found, expected[0]):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-2)
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=of_loss)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=of_norm)
 
 
 def _layout_overflow(rank, n, flags):
