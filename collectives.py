@@ -193,6 +193,22 @@ class Mesh:
             f" (experts: {product(self.expert_sizes)})" if self.experts_apart else "")
 
 
+class MeshOnPaper(Mesh):
+    """The mesh as `rank` would see it, with no process group: for planning. An axis tells its size
+    and the rank's place along it; which ranks lie there is not known."""
+
+    def __init__(self, world_size=1, rank=0, **sizes):
+        self.sizes, self.expert_sizes = mesh_sizes(world_size, **sizes)
+        self.rank, self.world_size, self.axes = rank, world_size, {}
+        for view in (self.sizes, self.expert_sizes):
+            place = coordinates(rank, view)
+            lines = {**{axis: (axis,) for axis in view}, **(
+                TOGETHER if view is self.sizes else {"edata": ("dp", "efsdp")})}
+            for name, axes in lines.items():
+                part = {axis: view[axis] for axis in axes}
+                self.axes[name] = Axis(name, range(math.prod(part.values())), rank_at(place, part))
+
+
 # ---- the label of a parameter ----
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,30 @@ class Bucket:
         self.missing, self.pending = {}, None
 
 
+def fill_buckets(parameters, kind_of):
+    """[((axis, type), parameters)]: buckets in the order in which backward finishes the parameters,
+    each of one type and of one axis, which kind_of(parameter) tells."""
+    buckets, filling = [], {}  # kind -> the bucket's parameters so far
+    for p in parameters:
+        kind = kind_of(p)
+        waiting = filling.setdefault(kind, [])
+        waiting.append(p)
+        limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+        if sum(map(even_size, waiting)) * kind[1].itemsize >= limit:
+            buckets.append((kind, filling.pop(kind)))
+    return buckets + list(filling.items())
+
+
+def bytes_sent(parameters, kind_of):
+    """Bytes that a rank sends a step: {axis name: bytes}, each bucket padded to the axis' size.
+    Arguments as fill_buckets() has them."""
+    sent = {}
+    for (axis, dtype), held in fill_buckets(parameters, kind_of):
+        part = -(-sum(p.numel() for p in held) // axis.size)
+        sent[axis.name] = sent.get(axis.name, 0) + 2 * (axis.size - 1) * part * dtype.itemsize
+    return sent
+
+
 class Replicas:
     """Gradients of `model` summed over the ranks of `axis`, in buckets, while backward runs.
 
@@ -66,7 +90,8 @@ class Replicas:
         for tensor in dict.fromkeys([*model.parameters(), *self.masters.values(),
                                      *model.buffers()]):
             broadcast(tensor.detach(), self.axis_of(tensor))
-        self.buckets = self._fill_buckets(named[::-1])
+        self.buckets = [Bucket(parameters, *kind) for kind, parameters in fill_buckets(
+            named[::-1], lambda p: (self.axis_of(p), self.masters[p].dtype))]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         for p in named:
             on_grad_ready(p, self.add)
@@ -75,19 +100,6 @@ class Replicas:
     def axis_of(self, tensor):
         """The ranks that hold the same part of a tensor and see other tokens."""
         return self.expert_axis if "edata" in label_of(tensor).partial else self.axis
-
-    def _fill_buckets(self, parameters):
-        """Buckets of parameters in the order in which backward finishes them, each of one type and
-        of one axis."""
-        buckets, filling = [], {}  # (axis, type) -> the bucket's parameters so far
-        for p in parameters:
-            kind = self.axis_of(p), self.masters[p].dtype
-            waiting = filling.setdefault(kind, [])
-            waiting.append(p)
-            limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
-            if sum(map(even_size, waiting)) * kind[1].itemsize >= limit:
-                buckets.append(Bucket(filling.pop(kind), *kind))
-        return buckets + [Bucket(waiting, *kind) for kind, waiting in filling.items()]
 
     def start(self, microbatches):
         """Before a step of so many microbatches: each parameter gets as many contributions."""

@@ -87,7 +87,7 @@ class Unit:
             self.slots.append(Slot(name, p, shape, offset, size, dim))
             offset += size
         self.master = torch.zeros(offset, dtype=wide, device=device)
-        self.grad = torch.zeros_like(self.master) if level > 1 else None
+        self.grad = torch.zeros(offset, dtype=wide, device=device) if level > 1 else None
         self.whole = torch.zeros(axis.size * offset, dtype=compute, device=device)
         self.buffer = self.gathering = self.reducing = self.replicating = None
         self.present, self.reduced, self.summed = False, False, False
@@ -415,6 +415,28 @@ def bytes_sent(layer_shards, level, compute_bytes, n, microbatches):
         2 * total - layer_shards[0] - layer_shards[-2] - layer_shards[-1])}[level]
     reductions = total * (1 if level == 1 else microbatches)
     return (n - 1) * (gathers * compute_bytes + reductions * wide)
+
+
+def pipeline_gathers(stages, actions, tied):
+    """How often level 3 gathers each layer of a pipeline rank in a step: name -> times.
+
+    stages: stage -> names of its layers; actions: [(kind, stage)] in order. A block is gathered for
+    F, and for I or B; the embedding for F alone; norm and head stay from F to the next backward. A
+    tied matrix of a rank that has both ends is gathered for the loss too.
+    """
+    times, head_here = {name: 0 for names in stages.values() for name in names}, False
+    for kind, stage in actions:
+        if kind == "W":
+            continue
+        for name in stages[stage]:
+            if name != "norm":
+                times[name] += kind == "F" or name != "embed"
+                continue
+            times[name] += not head_here
+            head_here = kind == "F"
+            if kind == "F" and tied and "embed" in times:
+                times["embed"] += 1
+    return times
 
 
 def live_bytes(known):

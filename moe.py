@@ -125,6 +125,12 @@ def grouped_linear(x, counts, *weights, weight_gradient=at_once):
     return GroupedLinear.apply(x, counts.tolist(), weight_gradient, *weights)
 
 
+def draw(weight):
+    """Starting values; none on the meta device, where drawing would import torch's compiler."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=0.02)
+
+
 class Experts(nn.Module):
     """e SwiGLUs, their matrices stacked: w1 and w3 (e, m, d), w2 (e, d, m)."""
 
@@ -135,7 +141,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, moe_inter_dim))
         self.weight_gradient = at_once
         for weight in self.parameters():
-            nn.init.normal_(weight, std=0.02)
+            draw(weight)
 
     def product(self, gate, up):
         return SiluProduct.apply(gate, up)
@@ -197,7 +203,7 @@ class Router(nn.Module):
         super().__init__()
         check_routing(num_experts, top_k, score_func, n_group, topk_group)
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        nn.init.normal_(self.weight, std=0.02)
+        draw(self.weight)
         self.top_k, self.score_func, self.route_norm = top_k, score_func, route_norm
         self.route_scale, self.n_group, self.topk_group = route_scale, n_group, topk_group
 

@@ -56,6 +56,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import sys
@@ -311,13 +312,15 @@ def needs(part, stages):
 def simulate(lists, placement, costs, latency=0.0):
     """Every rank works off its list: rank -> [(single action, start, end)].
 
-    costs: kind -> time of one stage's action (B: I + W when not given). latency: time of a message.
+    costs: kind -> time of one stage's action (B: I + W when not given), or a list of such, one for
+    each stage. latency: time of a message.
     With a cost of FB pairs are atomic: they begin when both actions can and end together; without,
     the two run one after the other. Raises ValueError, naming what each rank is at, when no rank
     can go on.
     """
     stages, done = len(placement), {}
-    lists = lists if "FB" in costs else [singles(actions) for actions in lists]
+    costs = costs if isinstance(costs, list) else [costs] * stages
+    lists = lists if "FB" in costs[0] else [singles(actions) for actions in lists]
     place, times, moved = [0] * len(lists), [[] for _ in lists], True
     while moved:
         moved = False
@@ -331,7 +334,8 @@ def simulate(lists, placement, costs, latency=0.0):
                     break
                 start = max([times[r][-1][2] if times[r] else 0.0] + [
                     done[w][0] + (latency if done[w][1] != r else 0.0) for w in wanted])
-                end = start + (costs.get(action.kind) or costs["I"] + costs["W"])
+                cost = costs[action.stage]
+                end = start + (cost.get(action.kind) or cost["I"] + cost["W"])
                 for i, part in enumerate(parts):
                     span = (end - start) / len(parts)
                     times[r].append((part, start + i * span, start + (i + 1) * span))
@@ -450,35 +454,41 @@ def block_cost(block):
 def balance(costs, first, last, stages):
     """How many of the blocks each stage gets, at least one, so that the dearest stage is as cheap
     as it can be. costs: of each block; first and last: of embedding and head, which come on top."""
-    n = len(costs)
+    n, before = len(costs), [0, *itertools.accumulate(costs)]
 
     @functools.cache
     def best(begin, stage):
         """(dearest stage, sum of squares) and sizes of the stages from this one on."""
-        tail = n - begin if stage == stages - 1 else 0
-        options = []
-        for size in [tail] if tail else range(1, n - begin - (stages - stage - 1) + 1):
-            cost = sum(costs[begin:begin + size]) + first * (stage == 0)
-            if stage == stages - 1:
-                options.append(((cost + last, (cost + last) ** 2), (size,)))
-                continue
+        if stage == stages - 1:
+            cost = before[n] - before[begin] + first * (stage == 0) + last
+            return (cost, cost ** 2), (n - begin,)
+        found = None
+        for size in range(1, n - begin - (stages - stage - 1) + 1):
+            cost = before[begin + size] - before[begin] + first * (stage == 0)
+            if found and cost > found[0][0]:  # and larger sizes are dearer still
+                break
             (worst, squares), sizes = best(begin + size, stage + 1)
-            options.append(((max(cost, worst), cost ** 2 + squares), (size, *sizes)))
-        return min(options)
+            option = (max(cost, worst), cost ** 2 + squares), (size, *sizes)
+            found = min(found or option, option)
+        return found
     return best(0, 0)[1]
+
+
+def stage_sizes(config, costs, stages):
+    """How many blocks each stage gets: an embedding counts 3 d, the numbers that a look-up touches,
+    and a head its v d. costs: block_cost() of each block."""
+    return balance(tuple(costs), 3 * config.dim, config.vocab_size * config.dim, stages)
 
 
 def split(model, mesh, name, virtual=1):
     """Leave this rank's stages in a model on the meta device; returns the Pipeline that runs it.
 
-    Blocks are divided by cost: an embedding counts 3 d, the numbers that a look-up touches, and a
-    head its v d. A head that is tied to the embedding's matrix is a second copy on the last stage's
-    rank, unless that is the first one's too. Raises ValueError as place_stages() does.
+    A head that is tied to the embedding's matrix is a second copy on the last stage's rank, unless
+    that is the first one's too. Raises ValueError as place_stages() does.
     """
     config, axis = model.config, mesh["pp"]
     stages = len(place_stages(name, axis.size, virtual, config.n_layers))
-    sizes = balance(tuple(map(block_cost, model.blocks.values())), 3 * config.dim,
-                    config.vocab_size * config.dim, stages)
+    sizes = stage_sizes(config, map(block_cost, model.blocks.values()), stages)
     names, blocks = iter(list(model.blocks)), []
     for size in sizes:
         blocks.append([next(names) for _ in range(size)])
