@@ -2392,7 +2392,7 @@ def test_every_metric_is_there_and_right(train_text, tmp_path):
         assert not any(line["comm_bytes"].values()) and line["memory_bytes"] > 10 ** 7
         assert line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1.5 and line["max_vio"] >= 0
         assert line["balance_loss"] == pytest.approx(3e-4, rel=0.5)  # 3 layers, alpha 1e-4
-        assert line["bubble"] == 0.0
+        assert line["bubble"] == 0.0 and [*line["comm_bytes"]] == [*collectives.Mesh().axes]
 
 
 def test_the_bubble_is_what_all_ranks_did_not_work_of_rank_0s_time():
@@ -2454,6 +2454,9 @@ def test_metrics_that_a_full_disk_does_not_take_wait_for_room(tmp_path, capsys):
         logger._write(line)
     assert logger.file.held == b"12345\n6789"
     assert capsys.readouterr().err.count("wait for room") == 1
+    logger.file.close = lambda: None
+    logger.close()
+    assert "no room for the last lines of metrics.jsonl, 6 bytes" in capsys.readouterr().err
     logger.file.room = 100
     logger._write(b"def\n")
     assert logger.file.held == b"12345\n67890\nabc\ndef\n"
@@ -4775,7 +4778,7 @@ def _wait_for_step(out, step, seconds=120):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 @pytest.mark.parametrize("how, layout", [
-    ("kill", ["--fsdp", "3"]), ("stop", ["--pp", "3", "--pp-schedule", "zb-h1"])])
+    ("kill", ["--pp", "3", "--pp-schedule", "zb-h1"]), ("stop", ["--fsdp", "3"])])
 def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpoint(
         how, layout, train_text, tmp_path):
     out = str(tmp_path / "out")
@@ -4992,11 +4995,11 @@ def _plan_cases(everything):
 
 def test_planned_bytes_and_memory_are_those_of_the_run(plan_case, train_text):
     """Each rank's bytes by axis are the ledger's to the byte, ep's given the recorded send matrix;
-    what it holds is within 5 %, activations within 10 % (12 where W waits after a repeated forward:
+    what it holds is within 5 %, activations within 10 % (15 where W waits after a repeated forward:
     there is little beside what waits, and not all of it is in the formula)."""
     n, flags = plan_case
     waits = "full" in flags and not {*flags}.isdisjoint(pipeline.SPLIT_BACKWARD)
-    near = 0.12 if waits else 0.1
+    near = 0.15 if waits else 0.1
     flags = ["--model", "tiny", "--data", train_text, "--device", "cpu", "--seq-len", "45",
              "--batch-size", "12", "--micro-batch-size", "3", *flags]
     for rank, (sent, sends, held, activations, rows) in enumerate(

@@ -883,6 +883,9 @@ class Logger:
                       flush=True)
 
     def close(self):
+        if self.unwritten:
+            print("warning: there was no room for the last lines of metrics.jsonl, "
+                  f"{len(self.unwritten):,} bytes", file=sys.stderr, flush=True)
         for writer in (self.file, self.board):
             if writer:
                 writer.close()
@@ -1190,10 +1193,10 @@ def check_parity(plan, mesh, report=print):
         worst = worst_differences(ours, reference)
         report(f"3 steps of {mesh.world_size} ranks as {mesh}, zero {plan.args.zero}, beside one "
                "process, in float64; largest relative differences:")
-        for kind, (value, name) in worst.items():
-            report(f"{value:8.1e}  {kind} ({name})")
+        for kind, (difference, name) in worst.items():
+            report(f"{difference:8.1e}  {kind} ({name})")
         code = [int(set(ours) != set(reference) or any(  # MaxVio comes from whole numbers
-            value > (0 if kind == "max_vio" else 1e-9) for kind, (value, _) in worst.items()))]
+            found > (0 if kind == "max_vio" else 1e-9) for kind, (found, _) in worst.items()))]
         report("FAILED: this layout is not the same run" if code[0] else "PASS")
     if mesh.world_size > 1:
         with attributed(mesh["world"], "broadcast"):
@@ -1283,7 +1286,9 @@ def end_abandoned(store, rank, world_size, error, out, patience=4.0):
     except RuntimeError:  # DistStoreError: the store is a process too
         gone, first, failed = ["that keeps the store (rank 0)"], rank, 0
     if rank == first and not failed:
-        who = (f"no sign of rank {', '.join(map(str, gone))}: it died or is stuck" if gone
+        # one that waits for this very rank does not notice before this one ends
+        fate = "it died or is stuck" if len(gone) == 1 else "one of them died or is stuck"
+        who = (f"no sign of rank {', '.join(map(str, gone))}: {fate}" if gone
                else "every rank is still there")
         print(f"train.py: {error}\ntrain.py: {who}; ended without saving, {what_stands(out)}",
               file=sys.stderr, flush=True)
