@@ -1109,7 +1109,7 @@ def show_memory(plan):
                             in collections.Counter(kinds_of(plan, r)).items())
             print(f"pp {r:<3}{what[:12]:13}" + "".join(
                 f"{gb(number):>12}" for number in [*row.values(), sum(row.values())]))
-    most, r = fullest(plan)
+    most, r = max((sum(row.values()), r) for r, row in enumerate(rows))
     largest = max(rows[r], key=rows[r].get)
     print(f"fullest: pp rank {r}, {gb(most)} of {plan.gpu.memory} GB, most of it {largest}: "
           + ("fits" if most <= FREE * plan.gpu.memory * 1e9 else
@@ -1520,10 +1520,11 @@ def scaling_rows():
     """(what, published, found) of the laws' worked examples."""
     rows = [("Chinchilla's size by approach 1, billions", 67, interpolated(1, 5.76e23)[0] / 1e9)]
     for active, tokens, g, flops, loss in MOE_TABLE:
-        name = f"MoE, {active / 1e9:g} billion active"
+        name, (_, best_tokens, _, best_g) = f"MoE, {active / 1e9:g} billion active", moe_optimum(
+            flops)
         rows += [(f"{name}, loss", loss, moe_loss(active, tokens, g)),
-                 (f"{name}, best granularity", g, moe_optimum(flops)[3]),
-                 (f"{name}, best tokens, billions", tokens / 1e9, moe_optimum(flops)[1] / 1e9)]
+                 (f"{name}, best granularity", g, best_g),
+                 (f"{name}, best tokens, billions", tokens / 1e9, best_tokens / 1e9)]
     return rows
 
 

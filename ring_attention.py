@@ -485,11 +485,12 @@ def head_core(attn, slices, method, q, k, v, pieces):
 
 def across_ranks(slices, tp, method, q, block, weight, pieces, scale, dv, expand):
     """BlockwiseAttention with blocks that come by, or on all positions of some heads."""
-    pieces = pieces or plan(attended(slices, method))
+    scope = attended(slices, method)
+    pieces = pieces or plan(scope)
     if method != "ulysses":
         carrier = functools.partial({"ring": Ring, "allgather": Gather}[method], slices, tp)
         return BlockwiseAttention.apply(q, block, weight, expand, carrier, pieces, scale, dv)
-    carrier = functools.partial(Ring, attended(slices, method), ALONE)
+    carrier = functools.partial(Ring, scope, ALONE)
     return to_positions(BlockwiseAttention.apply(
         to_heads(q, slices), block, weight, expand, carrier, pieces, scale, dv), slices)
 
