@@ -59,6 +59,7 @@ class Axis:
     ranks: tuple
     rank: int
     group: object = None  # None: one rank alone, which needs no group
+    timeout: object = None  # the group's, a timedelta; None: torch's default
 
     @property
     def size(self):
@@ -156,11 +157,12 @@ class Mesh:
     x efsdp: the ranks that hold the same experts and see other tokens).
 
     Every rank must make it, and makes only the groups that it is in: a group costs threads. Axes
-    with the same ranks share a group, one of size 1 has none, and neither costs anything.
+    with the same ranks share a group, one of size 1 has none, and neither costs anything. Groups
+    do not inherit the world's time limit: `timeout` (a timedelta) is theirs, else torch's default.
     Raises ValueError as mesh_sizes() does.
     """
 
-    def __init__(self, world_size=1, rank=0, **sizes):
+    def __init__(self, world_size=1, rank=0, timeout=None, **sizes):
         self.sizes, self.expert_sizes = mesh_sizes(world_size, **sizes)
         self.rank, self.world_size = rank, world_size
         lines = {axis: ranks_along(rank, self.sizes, (axis,)) for axis in AXES}
@@ -173,8 +175,8 @@ class Mesh:
         for ranks in lines.values():
             if len(ranks) > 1 and ranks not in groups:
                 groups[ranks] = dist.group.WORLD if len(ranks) == world_size else dist.new_group(
-                    ranks, use_local_synchronization=True)
-        self.axes = {name: Axis(name, ranks, ranks.index(rank), groups.get(ranks))
+                    ranks, timeout, use_local_synchronization=True)
+        self.axes = {name: Axis(name, ranks, ranks.index(rank), groups.get(ranks), timeout)
                      for name, ranks in lines.items()}
 
     def __getitem__(self, name):

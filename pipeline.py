@@ -536,7 +536,7 @@ def open_links(axis, placement):
     """
     if axis.size == 1:
         return {}
-    lower, links = dist.new_group(axis.ranks, use_local_synchronization=True), {}
+    lower, links = dist.new_group(axis.ranks, axis.timeout, use_local_synchronization=True), {}
     pairs = [*zip(placement, placement[1:]), (placement[0], placement[-1])]
     for a, b in sorted({tuple(sorted(pair)) for pair in pairs if len(set(pair)) == 2}):
         for source, destination, group in ((a, b, axis.group), (b, a, lower)):

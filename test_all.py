@@ -4778,7 +4778,7 @@ def _wait_for_step(out, step, seconds=120):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 @pytest.mark.parametrize("how, layout", [
-    ("kill", ["--pp", "3", "--pp-schedule", "zb-h1"]), ("stop", ["--fsdp", "3"])])
+    ("kill", ["--pp", "3", "--pp-schedule", "zb-h1"]), ("stop", ["--pp", "3", "--pp-schedule", "zb-h1"])])
 def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpoint(
         how, layout, train_text, tmp_path):
     out = str(tmp_path / "out")

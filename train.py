@@ -748,8 +748,7 @@ def save_group(run):
     the slowest rank's files, on gloo also where training talks over nccl."""
     if run.mesh.world_size == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(
-        seconds=run.args.collective_timeout))
+    return dist.new_group(backend="gloo", timeout=time_limit(run.args))
 
 
 class Saver:
@@ -1240,6 +1239,11 @@ def meet(store, rank, world_size, patience):
     return dist.PrefixStore(mine, store)
 
 
+def time_limit(args):
+    """--collective-timeout, for every group: none inherits it from the world's."""
+    return datetime.timedelta(seconds=args.collective_timeout)
+
+
 def join(plan, store):
     """Form the process group of the ranks that torchrun started. Returns their part of the store;
     None for one rank. Raises as meet() does."""
@@ -1251,8 +1255,7 @@ def join(plan, store):
         torch.cuda.set_device(plan.device)
     dist.init_process_group(
         "nccl" if plan.device.type == "cuda" else "gloo", rank=rank, world_size=world_size,
-        store=dist.PrefixStore("group", store),
-        timeout=datetime.timedelta(seconds=plan.args.collective_timeout))
+        store=dist.PrefixStore("group", store), timeout=time_limit(plan.args))
     return store
 
 
@@ -1298,7 +1301,7 @@ def end_abandoned(store, rank, world_size, error, out, patience=4.0):
 def run_plan(plan, report, store):
     """Everything after the group has formed. Returns the exit code."""
     args, (rank, world_size) = plan.args, launched()
-    mesh = Mesh(world_size, rank, **layout_of(args))
+    mesh = Mesh(world_size, rank, time_limit(args), **layout_of(args))
     if args.check_parity:
         return check_parity(plan, mesh, report)
     try:
