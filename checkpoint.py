@@ -30,6 +30,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -43,11 +44,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
-                                                   TensorProperties, TensorStorageMetadata)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import Axis, attributed
 
@@ -58,6 +54,29 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 # ---- saving and finding ----
+
+@functools.cache
+def dcp():
+    """torch.distributed.checkpoint, with two planners that know Pieces. Imported when it is needed:
+    that takes a second, which a run's first step need not wait for."""
+    import torch.distributed.checkpoint as module
+
+    class SavePlanner(module.DefaultSavePlanner):
+        def lookup_object(self, index):
+            return local_tensor(self.state_dict[index.fqn])
+
+    class LoadPlanner(module.DefaultLoadPlanner):
+        def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+            """As the default's, without its walk through nested dictionaries, where Pieces get
+            lost."""
+            self.state_dict, self.metadata = state_dict, metadata
+            self.flatten_state_dict, self.is_coordinator = False, is_coordinator
+
+        def lookup_tensor(self, index):
+            return local_tensor(self.state_dict[index.fqn])
+    module.PieceSavePlanner, module.PieceLoadPlanner = SavePlanner, LoadPlanner
+    return module
+
 
 class Piece:
     """A rank's part of a tensor: `local` stands in the full tensor of `shape` from `start` on.
@@ -74,29 +93,16 @@ class Piece:
         return self.shape
 
     def __create_chunk_list__(self):
-        chunk = ChunkStorageMetadata(self.start, self.local.shape)
+        chunk = dcp().metadata.ChunkStorageMetadata(self.start, self.local.shape)
         return [chunk] if self.local.numel() else []
 
     def __create_write_items__(self, name, _):
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=(
-            TensorWriteData(chunk, properties, self.shape)))
+        planner, metadata = dcp().planner, dcp().metadata
+        properties = metadata.TensorProperties.create_from_tensor(self.local)
+        return [planner.WriteItem(
+            metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(chunk, properties, self.shape))
             for chunk in self.__create_chunk_list__()]
-
-
-class SavePlanner(dcp.DefaultSavePlanner):
-    def lookup_object(self, index):
-        return local_tensor(self.state_dict[index.fqn])
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
-        """As the default's, without its walk through nested dictionaries, where Pieces get lost."""
-        self.state_dict, self.metadata = state_dict, metadata
-        self.flatten_state_dict, self.is_coordinator = False, is_coordinator
-
-    def lookup_tensor(self, index):
-        return local_tensor(self.state_dict[index.fqn])
 
 
 def local_tensor(item):
@@ -145,7 +151,7 @@ def save(out_dir, step, tensors, run, keep=0, group=None):
     partial, whole = folder / f"step-{step}.partial", folder / f"step-{step}"
     try:
         on_first_rank(lambda: clear_remains(folder), group)
-        with_planner(dcp.save, tensors, partial, SavePlanner(), group)
+        write_tensors(tensors, partial, group)
         on_first_rank(lambda: publish(partial, whole, run, keep), group)
     except OSError:  # the same on all ranks, so none of them writes there any more
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True), group)
@@ -214,14 +220,23 @@ def publish(partial, whole, run, keep):
         shutil.rmtree(old)
 
 
-def with_planner(operation, tensors, path, planner, group=None):
-    """dcp.save or dcp.load. Its own kind of exception is turned into the OSError that caused it, so
-    that a full disk reads as a full disk."""
+def write_tensors(tensors, path, group):
+    through_dcp(dcp().save, tensors, path, dcp().PieceSavePlanner(), group)
+
+
+def read_tensors(tensors, path):
+    """Fill them in place."""
+    through_dcp(dcp().load, tensors, path, dcp().PieceLoadPlanner())
+
+
+def through_dcp(operation, tensors, path, planner, group=None):
+    """Its own kind of exception is turned into the OSError that caused it, so that a full disk
+    reads as a full disk."""
     try:
         with attributed_to_all("checkpoint"):
             operation(dict(tensors), checkpoint_id=path, planner=planner, process_group=group,
                       no_dist=not on_several_ranks())
-    except CheckpointException as error:
+    except dcp().api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise OSError(f"{path}: {cause}") from error
 
@@ -247,7 +262,7 @@ def damage(path):
     path = Path(path)
     try:
         json.loads((path / "run.json").read_text())
-        stored = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+        stored = dcp().FileSystemReader(path).read_metadata().storage_data.values()
     except Exception as error:  # unpickling a damaged .metadata may raise anything
         return f"{path}: {type(error).__name__}: {error}"
     ends = {}
@@ -302,9 +317,9 @@ def read_run(path):
 
 def read_tensor_table(path):
     """Global name -> (shape, dtype) of what a checkpoint holds."""
-    table = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    table = dcp().FileSystemReader(path).read_metadata().state_dict_metadata
     return {name: (tuple(t.size), t.properties.dtype) for name, t in table.items()
-            if isinstance(t, TensorStorageMetadata)}
+            if isinstance(t, dcp().metadata.TensorStorageMetadata)}
 
 
 def load(path, tensors, prefix=""):
@@ -322,7 +337,7 @@ def load(path, tensors, prefix=""):
         for others in everywhere:
             shapes.update(others)
     check_fit(path, shapes, prefix)
-    with_planner(dcp.load, tensors, path, LoadPlanner())
+    read_tensors(tensors, path)
 
 
 def check_fit(path, wanted, prefix=""):
@@ -348,18 +363,10 @@ def load_model(path, model):
 
 
 def optimizer_tensors(optimizer, masters):
-    """`optim.<state>.<parameter's name>` -> tensor, the optimizer's whole state. State that a fresh
-    AdamW has not made yet is made here, zero, so that a checkpoint can be loaded into it."""
-    names, found = {p: name for name, p in masters.items()}, {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state[p]
-            if isinstance(optimizer, torch.optim.AdamW) and not state:
-                state.update(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
-                             exp_avg_sq=torch.zeros_like(p))
-            found.update((f"optim.{key}.{names[p]}", t) for key, t in state.items()
-                         if isinstance(t, torch.Tensor))
-    return found
+    """`optim.<state>.<parameter's name>` -> tensor, the optimizer's whole state."""
+    names = {p: name for name, p in masters.items()}
+    return {f"optim.{key}.{names[p]}": t for group in optimizer.param_groups
+            for p in group["params"] for key, t in optimizer.state_of(p).items()}
 
 
 def check_resume(saved, wanted, keys, name="--{}"):
@@ -611,8 +618,8 @@ def export_hf(source, out_dir, shard_bytes=5 * 10 ** 9):
     config = ModelConfig(**read_run(path)["config"])
     hf, table = config_to_hf(config), read_tensor_table(path)
     tensors = {name: torch.empty(shape) for name, shape in model_tensors(config).items()}
-    with_planner(dcp.load, {f"model.{name}": t for name, t in tensors.items()
-                            if f"model.{name}" in table}, path, LoadPlanner())
+    read_tensors({f"model.{name}": t for name, t in tensors.items() if f"model.{name}" in table},
+                 path)
     shards, size = [{}], 0
     for name, tensor in tensors.items():
         if name.endswith("expert_bias") and hf["model_type"] == "deepseek_v2":

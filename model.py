@@ -456,10 +456,19 @@ def starting_part(seed, name, shape, std, region=None):
     return part
 
 
+def take_memory(model, dtype, device):
+    """Memory for a model on the meta device, not filled; labels of parameters stay. (torch's own
+    to_empty() imports half a second of symbolic algebra.)"""
+    labels = {name: parameter.__dict__ for name, parameter in model.named_parameters()}
+    model.to(dtype)._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    for name, parameter in model.named_parameters():
+        parameter.__dict__.update(labels[name])
+
+
 @torch.no_grad()
 def initialise(model, seed, device="cpu", dtype=torch.float32):
     """Give a model built on the meta device memory on `device` and starting values."""
-    model.to(dtype).to_empty(device=device)
+    take_memory(model, dtype, device)
     for name, parameter in model.named_parameters():
         parameter.copy_(starting_part(seed, name, parameter.shape, model.config.init_std))
     zero_buffers(model, device)
@@ -470,7 +479,7 @@ def zero_buffers(model, device):
     """Counts, biases and balance losses as they are before the first step, on `device`."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 # ---- recompute: store less in forward, repeat it in backward ----

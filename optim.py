@@ -14,7 +14,7 @@ section 4) with the decay 1 - sqrt (2405.18392), ZeRO (1910.02054, section 3.1, 
 Course: 15:41:22 metrics, optimizers, schedulers; course C: formats, master weights, loss scaling.
 
     python optim.py            number formats and why mixed precision needs its three parts; PASS
-    python optim.py --bench    fused AdamW beside foreach, and what master weights and hooks cost
+    python optim.py --bench    AdamW beside torch's, and what master weights and hooks cost
 """
 import argparse
 import math
@@ -48,17 +48,62 @@ def parameter_groups(named_parameters, weight_decay):
     return groups
 
 
-def make_optimizer(kind, groups, lr, betas=(0.9, 0.95), eps=1e-8):
-    """torch's AdamW (one fused kernel for a group's update, on the CPU too) or plain SGD.
+class Optimizer:
+    """AdamW (1711.05101, algorithm 2) or plain SGD, for parameter_groups(). AdamW per parameter:
 
-    betas: DeepSeek-V3, section 4.2. SGD has no momentum: it is there to show gradients as they are,
-    since Adam hides a constant factor on all of them. Raises ValueError for another kind.
+        exp_avg    <- beta1 exp_avg + (1 - beta1) grad
+        exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) grad^2
+        p <- p - lr weight_decay p - lr mean / (sqrt(variance) + eps), where mean and variance are
+             these two over 1 - beta1^step and 1 - beta2^step, since both started from 0
+
+    SGD, p <- p - lr (grad + weight_decay p), has no momentum: it is there to show gradients as they
+    are, since Adam hides a constant factor on all of them. betas: DeepSeek-V3, section 4.2.
+
+    Not torch.optim's: the first of those to be made imports torch's compiler, which takes longer
+    than the first step of a small run. The kernel for a whole group at once is the same.
+    Raises ValueError for another kind.
     """
-    if kind == "adamw":
-        return torch.optim.AdamW(groups, lr, betas, eps, fused=True)
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr, foreach=True)
-    raise ValueError(f"optimizer {kind!r}: use adamw or sgd")
+
+    def __init__(self, kind, groups, lr, betas=(0.9, 0.95), eps=1e-8):
+        if kind not in ("adamw", "sgd"):
+            raise ValueError(f"optimizer {kind!r}: use adamw or sgd")
+        self.param_groups, self.state = [{"lr": lr, **group} for group in groups], {}
+        self.kind, self.betas, self.eps = kind, betas, eps
+
+    def state_of(self, p):
+        """Name -> tensor: what is remembered of a parameter, zeros before its first step."""
+        if self.kind == "adamw" and p not in self.state:
+            self.state[p] = {"step": torch.zeros((), device=p.device),
+                             "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return self.state.get(p, {})
+
+    @torch.no_grad()
+    def step(self):
+        """Update every parameter that has a gradient."""
+        update = self.adamw if self.kind == "adamw" else self.sgd
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if p.grad is not None]
+            if chosen:
+                update(chosen, [p.grad for p in chosen], group["lr"], group["weight_decay"])
+
+    def sgd(self, parameters, grads, lr, weight_decay):
+        if weight_decay:
+            grads = torch._foreach_add(grads, parameters, alpha=weight_decay)
+        torch._foreach_add_(parameters, grads, alpha=-lr)
+
+    def adamw(self, parameters, grads, lr, weight_decay):
+        means, squares, steps = ([self.state_of(p)[key] for p in parameters]
+                                 for key in ("exp_avg", "exp_avg_sq", "step"))
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            parameters, grads, means, squares, [], steps, lr=lr, beta1=self.betas[0],
+            beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps, amsgrad=False,
+            maximize=False)
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
 
 def learning_rate(step, steps, lr, min_lr, warmup, schedule):
@@ -253,7 +298,7 @@ def show_skipped_step(checks):
     model = torch.nn.Linear(4, 1, bias=False)
     precision, scaler = MixedPrecision(model, torch.float16), LossScaler(torch.float16)
     master = precision.masters["weight"]
-    optimizer = make_optimizer("adamw", parameter_groups(precision.named_masters(), 0.1), 1e-3)
+    optimizer = Optimizer("adamw", parameter_groups(precision.named_masters(), 0.1), 1e-3)
     updates, seen = 0, []
     for size in (1.0, 1000.0, 1.0):  # the gradient is 256 x size: 256,000 is beyond 65,504
         before = master.detach().clone()
@@ -314,7 +359,7 @@ def demo():
 
 
 def bench():
-    """AdamW fused beside foreach, a 16-bit step's extra copy beside a float32 step, and backward
+    """AdamW beside torch's, a 16-bit step's extra copy beside a float32 step, and backward
     with the accumulating hooks beside backward that adds in bfloat16."""
     from collectives import paired_ratio
 
@@ -323,13 +368,14 @@ def bench():
     parameters = [torch.randn(512, 1408, requires_grad=True) for _ in range(24)]
     for p in parameters:
         p.grad = torch.randn_like(p)
-    fused = torch.optim.AdamW(parameters, fused=True)
-    foreach = torch.optim.AdamW(parameters, foreach=True)
-    print(f"AdamW, 17 M parameters, fused / foreach: {ratio(fused.step, foreach.step)}")
+    ours = Optimizer("adamw", parameter_groups(enumerate(parameters), 0.01), 1e-3)
+    for kind in ("fused", "foreach"):
+        theirs = torch.optim.AdamW(parameters, **{kind: True})
+        print(f"AdamW, 17 M parameters, ours / torch's {kind}: {ratio(ours.step, theirs.step)}")
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 1408, bias=False) for _ in range(24)])
     precision = MixedPrecision(model, torch.bfloat16)
-    print(f"refreshing bfloat16 copies / fused AdamW: "
-          f"{ratio(precision.refresh, fused.step)}")
+    print(f"refreshing bfloat16 copies / AdamW: "
+          f"{ratio(precision.refresh, ours.step)}")
     plain, hooked = (torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False)
                                            for _ in range(24)]) for _ in range(2))
     plain.bfloat16()

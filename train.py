@@ -54,7 +54,8 @@ from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
                    count_parameters, flops_per_token, full_value, generate, make_config,
-                   override_config, sample, starting_part, total_parameters, zero_buffers)
+                   override_config, sample, starting_part, take_memory, total_parameters,
+                   zero_buffers)
 from moe import expert_load, max_violation, reset_counts, update_expert_bias
 from plan import (BATCH_FLAGS, DTYPE_FLAG, GPUS, LAYOUT_FLAGS, OPTIMIZER_FLAG, RECOMPUTE_FLAG,
                   check_layout, check_model, choice, layout_of, switch, value)
@@ -231,7 +232,7 @@ class Run(Plan):
     owner: object    # of master weights: optim.MixedPrecision or fsdp.Sharded
     reducer: object  # of gradients over ranks: ddp.Replicas, fsdp.Sharded, or None on one rank
     counted: list    # masters whose gradients this rank adds to the norm: each part stands once
-    optimizer: torch.optim.Optimizer
+    optimizer: optim.Optimizer
     scaler: optim.LossScaler
     peak_flops: float | None = None
     step: int = 0     # batches read; the place in the order of the data
@@ -287,7 +288,7 @@ def build(plan, mesh, report=print):
     ring_attention.parallelize(model, mesh, args.seq_len, args.cp_method)
     apply_recompute(model, args.recompute)
     owner, reducer = (shard if args.zero else replicate)(plan, mesh, model, stages)
-    optimizer = optim.make_optimizer(
+    optimizer = optim.Optimizer(
         args.optimizer, optim.parameter_groups(owner.named_masters(), args.weight_decay), args.lr)
     counted = [master for _, master in owner.named_masters()
                if counts_here(label_of(master), mesh)]
@@ -313,7 +314,8 @@ def shard(plan, mesh, model, stages):
 def replicate(plan, mesh, model, stages):
     """Memory and starting values, then ddp.py where other ranks hold the same. (owner, reducer)"""
     dtype, alone = DTYPES[plan.args.dtype], mesh["data"].size == mesh["edata"].size == 1
-    take_memory(model, plan.device, torch.promote_types(dtype, torch.float32))
+    take_memory(model, torch.promote_types(dtype, torch.float32), plan.device)
+    zero_buffers(model, plan.device)
     fill(model.named_parameters(), plan, mesh)
     owner = optim.MixedPrecision(model, dtype, accumulate=alone)
     if alone:
@@ -321,16 +323,6 @@ def replicate(plan, mesh, model, stages):
     return owner, Replicas(
         model, mesh["data"], {p: owner.copies.get(p, p) for p in model.parameters()},
         [model.get_parameter(name) for name in stages.twice] if stages else (), mesh["edata"])
-
-
-def take_memory(model, device, dtype):
-    """Memory for a model on the meta device; its parameters, which are new ones, keep their
-    labels."""
-    labels = {name: label_of(p) for name, p in model.named_parameters()}
-    model.to(dtype).to_empty(device=device)
-    for name, p in model.named_parameters():
-        p.label = labels[name]
-    zero_buffers(model, device)
 
 
 @torch.no_grad()
@@ -497,7 +489,7 @@ def train_step(run, asked=()):
                              args.lr_schedule)
     if not overflow:
         update(run, masters, lr, norm, scale)
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad()
     reset_counts(model)
     run.scaler.update(overflow)
     run.step += 1
@@ -1079,7 +1071,7 @@ def generate_command(args):
     refuse_too_large(args.checkpoint, config, device, dtype.itemsize)
     with torch.device("meta"):
         model = Transformer(config)
-    model.to(dtype).to_empty(device=device)
+    take_memory(model, dtype, device)
     checkpoint.load_model(path, model)
     generator = torch.Generator().manual_seed(args.seed)
 
@@ -1123,10 +1115,11 @@ def parity_steps(plan, mesh, steps=3):
                     plan.device)
     run.owner.refresh()
 
-    def keep_gradients(*_):
+    def keep_gradients_and_step(step=run.optimizer.step):
         found.update((("gradient", f"{name}, step {run.step + 1}"), piece(
             master.grad.clone(), master, mesh)) for name, master in masters.items())
-    run.optimizer.register_step_pre_hook(keep_gradients)
+        step()
+    run.optimizer.step = keep_gradients_and_step
     for _ in range(steps):
         metrics = train_step(run)
         for kind in ("loss", "grad_norm", "max_vio", "balance_loss"):
