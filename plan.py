@@ -46,134 +46,46 @@ import fsdp
 import pipeline
 import ring_attention
 import tensor_parallel
-from collectives import (MeshOnPaper, coordinates, divisors, label_of, mesh_sizes, one_of, spawn,
-                         verdict)
+import train
+from collectives import MeshOnPaper, coordinates, divisors, label_of, spawn, verdict
 from model import DTYPES, PRESETS, Block, Transformer, flops_per_token, make_config, nearest
+from train import check_layout, check_model, check_schedule, choice, layout_of, switch, value
 
-# ---- flags that train.py has too ----
-
-def switch(text):
-    return dict(action="store_true", help=text)
-
-
-def choice(default, choices, text):
-    return dict(default=default, choices=choices, help=text)
-
-
-def value(type_, default, text, **more):
-    return dict(type=type_, default=default, help=text, metavar="X", **more)
-
-
-BATCH_FLAGS = [
-    ("--seq-len", value(int, 256, "tokens per sequence")),
-    ("--batch-size", value(int, 16, "sequences a step, all ranks together")),
-    ("--micro-batch-size", value(int, 8, "sequences per forward on one rank"))]
-LAYOUT_FLAGS = [
-    ("--dp", value(int, None, "data-parallel replicas; none = the ranks left over")),
-    ("--fsdp", value(int, 1, "ranks that share parameters, gradients, optimizer state")),
-    ("--zero", dict(type=int, choices=[0, 1, 2, 3], help="what fsdp shards: 1 optimizer state, "
-                    "2 gradients too, 3 parameters too; none = 3, or 1 with --pp, or 0 with "
-                    "--fsdp 1")),
-    ("--cp", value(int, 1, "ranks that share a sequence")),
-    ("--cp-method", choice("ring", ["ring", "allgather", "ulysses"], "how they attend")),
-    ("--tp", value(int, 1, "ranks that share each layer")),
-    ("--pp", value(int, 1, "pipeline ranks")),
-    ("--pp-schedule", choice("1f1b", list(pipeline.SCHEDULES), "pipeline schedule")),
-    ("--virtual-stages", value(int, 1, "stages per rank of the interleaved schedule")),
-    ("--ep", value(int, 1, "ranks that share the experts")),
-    ("--etp", value(int, None, "ranks that share each expert: 1 or tp; none = tp with --ep 1, "
-                    "else 1")),
-    ("--device", choice("auto", ["auto", "cpu", "cuda"], "auto = cuda where there is one"))]
-DTYPE_FLAG = ("--dtype", choice("fp32", list(DTYPES), "compute type; bf16 and fp16 keep float32 "
-                                "master weights"))
-RECOMPUTE_FLAG = ("--recompute", choice("none", ["none", "selective", "full"], "repeat forward "
-                                        "work in backward instead of storing it"))
-OPTIMIZER_FLAG = ("--optimizer", choice("adamw", ["adamw", "sgd"], "update rule"))
-PLAN_FLAGS = {flag[2:].replace("-", "_"): options for flag, options in (
-    *BATCH_FLAGS, *LAYOUT_FLAGS, DTYPE_FLAG, RECOMPUTE_FLAG, OPTIMIZER_FLAG)}
-
-
-def layout_of(args):
-    """Axis -> size, as the flags say."""
-    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp", "ep", "etp")}
-
-
-def check_layout(args, world_size):
-    """Fill in --dp, --etp and --zero. Raises ValueError when world_size ranks are not those of the
-    layout, or the batch can't be divided among them."""
-    if args.dp is not None and args.dp < 1:
-        raise ValueError(f"--dp {args.dp} must be at least 1")
-    sizes, experts = mesh_sizes(world_size, **layout_of(args))
-    args.dp, args.etp = sizes["dp"], experts["etp"]
-    if args.zero is None:
-        args.zero = 0 if args.fsdp == 1 else 3 if args.pp == 1 else 1
-    readers = args.dp * args.fsdp
-    if args.batch_size % readers:
-        below = args.batch_size // readers * readers
-        raise ValueError(f"--batch-size {args.batch_size} can't be divided among dp {args.dp} x "
-                         f"fsdp {args.fsdp} = {readers} ranks; use "
-                         + one_of([n for n in (below, below + readers) if n]))
-    if args.pp == 1 and (args.pp_schedule, args.virtual_stages) != ("1f1b", 1):
-        raise ValueError(f"--pp-schedule {args.pp_schedule} --virtual-stages {args.virtual_stages} "
-                         "order the work of pipeline ranks, and there is one; add --pp N or leave "
-                         "them out")
-    if args.cp == 1 and args.cp_method != "ring":
-        raise ValueError(f"--cp-method {args.cp_method} says how the ranks of a sequence attend, "
-                         "and there is one; add --cp N or leave it out")
-
-
-def check_model(args, config):
-    """Raises ValueError, with the legal values, for a model that this layout can't cut."""
-    if args.seq_len > config.max_seq_len:
-        raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
-                         f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
-    tensor_parallel.check(config, args.tp, args.ep > 1 or args.etp < args.tp)
-    expert_parallel.check(config, args.ep, args.etp, args.tp, args.fsdp * args.cp * args.tp)
-    ring_attention.check(config, args.cp, args.tp, args.seq_len, args.cp_method)
-    check_schedule(args, config)
-
-
-def check_schedule(args, config):
-    """Raises ValueError for a pipeline that can't be; validation needs forwards alone, which come
-    in any number."""
-    if args.pp == 1:
-        return
-    pipeline.place_stages(args.pp_schedule, args.pp, args.virtual_stages, config.n_layers)
-    if not getattr(args, "eval_only", False):
-        microbatches = -(-args.batch_size // (args.dp * args.fsdp * args.micro_batch_size))
-        try:
-            pipeline.check(args.pp_schedule, args.pp, microbatches, args.virtual_stages)
-        except ValueError as error:
-            raise ValueError(f"--pp-schedule: {error} (a rank's microbatches: --batch-size / (dp x "
-                             "fsdp x --micro-batch-size))") from None
-
+# Flags of train.py that a plan takes too, with the same meaning and defaults
+PLAN_FLAGS = {flag[2:].replace("-", "_"): options for section in train.FLAGS.values()
+              for flag, options in section
+              if section is train.FLAGS["layout"] or flag in (
+                  "--seq-len", "--batch-size", "--micro-batch-size", "--dtype", "--recompute",
+                  "--optimizer")}
 
 # ---- hardware, and the six constants ----
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Data-sheet numbers: dense 16-bit TFLOP/s; memory in GB and its TB/s; GB/s each way of one GPU
-    to those of its node (`node_size` of them) and to other nodes. `name` is in the device's name.
-    """
+    """Data-sheet numbers: memory in GB and its TB/s; GB/s each way of one GPU to those of its node
+    (`node_size` of them) and to other nodes. `name` is in the device's name."""
     name: str
-    peak: float
     memory: float
     bandwidth: float
     inside: float
     outside: float
     node_size: int = 8
 
+    @property
+    def peak(self):
+        """TFLOP/s, dense, 16 bits."""
+        return {**train.GPU_PEAKS, "TPU v4": 275}[self.name]
 
-GPUS = {  # the more special name first: train.py takes the first that fits
-    "h100-pcie": Gpu("H100 PCIe", 756, 80, 2.0, 64, 50),
-    "h100-nvl": Gpu("H100 NVL", 835, 94, 3.9, 64, 50),
-    "h100": Gpu("H100", 989, 80, 3.35, 450, 50), "h200": Gpu("H200", 989, 141, 4.8, 450, 50),
-    "h800": Gpu("H800", 989, 80, 3.35, 200, 50), "a100": Gpu("A100", 312, 80, 2.04, 300, 25),
-    "b200": Gpu("B200", 2250, 180, 8.0, 900, 50), "l40s": Gpu("L40S", 362, 48, 0.86, 32, 25),
-    "mi300x": Gpu("MI300X", 1300, 192, 5.3, 448, 50),
-    "mi325x": Gpu("MI325X", 1300, 256, 6.0, 448, 50),
-    "mi355x": Gpu("MI355X", 2500, 288, 8.0, 537, 50),
-    "tpu-v4": Gpu("TPU v4", 275, 32, 1.2, 300, 300, 3072)}
+
+GPUS = {
+    "h100-pcie": Gpu("H100 PCIe", 80, 2.0, 64, 50),
+    "h100-nvl": Gpu("H100 NVL", 94, 3.9, 64, 50),
+    "h100": Gpu("H100", 80, 3.35, 450, 50), "h200": Gpu("H200", 141, 4.8, 450, 50),
+    "h800": Gpu("H800", 80, 3.35, 200, 50), "a100": Gpu("A100", 80, 2.04, 300, 25),
+    "b200": Gpu("B200", 180, 8.0, 900, 50), "l40s": Gpu("L40S", 48, 0.86, 32, 25),
+    "mi300x": Gpu("MI300X", 192, 5.3, 448, 50), "mi325x": Gpu("MI325X", 256, 6.0, 448, 50),
+    "mi355x": Gpu("MI355X", 288, 8.0, 537, 50),
+    "tpu-v4": Gpu("TPU v4", 32, 1.2, 300, 300, 3072)}
 
 PRODUCTS = 0.74  # of the peak: what large matrix products reach
 SCORES = 0.65    # of the peak: attention's two products inside a fused kernel
@@ -1564,7 +1476,6 @@ def show_scaling(flops=None, params=None, tokens=None):
 
 def as_planned(flags, n):
     """The Plan of train.py's flags on n ranks' CPU."""
-    import train
     args = vars(train.build_parser().parse_args(flags))
     return make_plan(args["model"], n, override=args["override"],
                      **{**{flag: args[flag] for flag in PLAN_FLAGS}, "device": "cpu"})
@@ -1585,7 +1496,6 @@ def held_tensors(run):
 
 def measured_step(run):
     """(bytes by axis, bytes held behind backward) of a step of train.py."""
-    import train
     held, step = {}, train.forward_backward
 
     def watched(*args):
@@ -1600,7 +1510,6 @@ def measured_step(run):
 def show_steps(rank, n, layouts, data):
     """A step of train.py in each layout: what it sends and holds beside its plan; activations and
     experts' traffic, which depends on the text, are for the tests."""
-    import train
     from collectives import Mesh
     worst = {}
     for layout in layouts:

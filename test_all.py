@@ -4804,13 +4804,13 @@ def _wait_for_step(out, step, seconds=120):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-@pytest.mark.parametrize("how, layout", [
-    ("kill", ["--pp", "3", "--pp-schedule", "zb-h1"]), ("stop", ["--pp", "3", "--pp-schedule", "zb-h1"])])
+@pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on_from_its_checkpoint(
-        how, layout, train_text, tmp_path):
+        how, train_text, tmp_path):
+    """The time limit holds for groups of a few ranks too, and for the pipeline's messages."""
     out = str(tmp_path / "out")
     flags = [*_layout_flags(train_text), "--steps", "40", "--out", out, "--save-every", "2",
-             *layout, "--collective-timeout", "4"]
+             "--pp", "3", "--pp-schedule", "zb-h1", "--collective-timeout", "4"]
     process = _torchrun(3, *flags)
     try:
         _wait_for_step(out, 5)

@@ -49,7 +49,7 @@ import pipeline
 import ring_attention
 import tensor_parallel
 from collectives import (CollectiveError, Mesh, all_reduce, attributed, counts_here, label_of,
-                         leave, ledger, local_part, local_region, refuse)
+                         leave, ledger, local_part, local_region, mesh_sizes, one_of, refuse)
 from ddp import Replicas
 from fsdp import Sharded, bytes_held
 from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, compile_regions,
@@ -57,12 +57,11 @@ from model import (DTYPES, PRESETS, ModelConfig, Transformer, apply_recompute, c
                    override_config, sample, starting_part, take_memory, total_parameters,
                    zero_buffers)
 from moe import expert_load, max_violation, reset_counts, update_expert_bias
-from plan import (BATCH_FLAGS, DTYPE_FLAG, GPUS, LAYOUT_FLAGS, OPTIMIZER_FLAG, RECOMPUTE_FLAG,
-                  check_layout, check_model, choice, layout_of, switch, value)
 
 # Dense bf16 and fp16 peak of the data sheets, TFLOP/s; the first key that the device's own name
 # contains counts.
-GPU_PEAKS = {gpu.name: gpu.peak for gpu in GPUS.values()}
+GPU_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "A100": 312,
+             "B200": 2250, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500}
 
 BEGUN = "quintet/begun"  # key of torchrun's store: this run had begun before a restart
 
@@ -73,6 +72,19 @@ EVAL_SEQUENCES = 512  # of the validation split, whose documents come in random 
 SAME_RUN = ["tokenizer", "errors", "seq_len", "batch_size", "mask_boundaries", "isolate_documents",
             "dtype", "seed", "optimizer", "steps", "lr", "min_lr", "warmup", "lr_schedule",
             "weight_decay", "clip"]
+
+
+def switch(text):
+    return dict(action="store_true", help=text)
+
+
+def choice(default, choices, text):
+    return dict(default=default, choices=choices, help=text)
+
+
+def value(type_, default, text, **more):
+    return dict(type=type_, default=default, help=text, metavar="X", **more)
+
 
 # The command line: group -> flags, each with its default and a line of help.
 FLAGS = {
@@ -89,19 +101,38 @@ FLAGS = {
         ("--tokenizer", value(str, "bytes", "`bytes`, a tiktoken encoding, or a .tiktoken file")),
         ("--errors", choice("strict", ["strict", "replace"], "what to do with text that is not "
                             "UTF-8")),
-        *BATCH_FLAGS,
+        ("--seq-len", value(int, 256, "tokens per sequence")),
+        ("--batch-size", value(int, 16, "sequences a step, all ranks together")),
+        ("--micro-batch-size", value(int, 8, "sequences per forward on one rank")),
         ("--mask-boundaries", switch("no loss on the first token of a document, given the last "
                                      "one")),
         ("--isolate-documents", switch("attention stays within a document"))],
-    "layout": LAYOUT_FLAGS,
+    "layout": [
+        ("--dp", value(int, None, "data-parallel replicas; none = the ranks left over")),
+        ("--fsdp", value(int, 1, "ranks that share parameters, gradients, optimizer state")),
+        ("--zero", dict(type=int, choices=[0, 1, 2, 3], help="what fsdp shards: 1 optimizer state, "
+                        "2 gradients too, 3 parameters too; none = 3, or 1 with --pp, or 0 with "
+                        "--fsdp 1")),
+        ("--cp", value(int, 1, "ranks that share a sequence")),
+        ("--cp-method", choice("ring", ["ring", "allgather", "ulysses"], "how they attend")),
+        ("--tp", value(int, 1, "ranks that share each layer")),
+        ("--pp", value(int, 1, "pipeline ranks")),
+        ("--pp-schedule", choice("1f1b", list(pipeline.SCHEDULES), "pipeline schedule")),
+        ("--virtual-stages", value(int, 1, "stages per rank of the interleaved schedule")),
+        ("--ep", value(int, 1, "ranks that share the experts")),
+        ("--etp", value(int, None, "ranks that share each expert: 1 or tp; none = tp with --ep 1, "
+                        "else 1")),
+        ("--device", choice("auto", ["auto", "cpu", "cuda"], "auto = cuda where there is one"))],
     "numerics": [
-        DTYPE_FLAG,
+        ("--dtype", choice("fp32", list(DTYPES), "compute type; bf16 and fp16 keep float32 master "
+                           "weights")),
         ("--seed", value(int, 0, "of the starting values and of the order of the data")),
-        RECOMPUTE_FLAG,
+        ("--recompute", choice("none", ["none", "selective", "full"], "repeat forward work in "
+                               "backward instead of storing it")),
         ("--compile", switch("torch.compile the parts of a block that never communicate")),
         ("--check-parity", switch("compare 3 steps with one process, then exit"))],
     "optimizer": [
-        OPTIMIZER_FLAG,
+        ("--optimizer", choice("adamw", ["adamw", "sgd"], "update rule")),
         ("--steps", value(int, 200, "optimizer steps of the whole run")),
         ("--stop-after", value(int, None, "end cleanly after this step")),
         ("--lr", value(float, 3e-3, "peak learning rate")),
@@ -137,6 +168,61 @@ def build_parser():
         for name, options in flags:
             section.add_argument(name, **options)
     return parser
+
+
+def layout_of(args):
+    """Axis -> size, as the flags say."""
+    return {axis: getattr(args, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp", "ep", "etp")}
+
+
+def check_layout(args, world_size):
+    """Fill in --dp, --etp and --zero. Raises ValueError when world_size ranks are not those of the
+    layout, or the batch can't be divided among them."""
+    if args.dp is not None and args.dp < 1:
+        raise ValueError(f"--dp {args.dp} must be at least 1")
+    sizes, experts = mesh_sizes(world_size, **layout_of(args))
+    args.dp, args.etp = sizes["dp"], experts["etp"]
+    if args.zero is None:
+        args.zero = 0 if args.fsdp == 1 else 3 if args.pp == 1 else 1
+    readers = args.dp * args.fsdp
+    if args.batch_size % readers:
+        below = args.batch_size // readers * readers
+        raise ValueError(f"--batch-size {args.batch_size} can't be divided among dp {args.dp} x "
+                         f"fsdp {args.fsdp} = {readers} ranks; use "
+                         + one_of([n for n in (below, below + readers) if n]))
+    if args.pp == 1 and (args.pp_schedule, args.virtual_stages) != ("1f1b", 1):
+        raise ValueError(f"--pp-schedule {args.pp_schedule} --virtual-stages {args.virtual_stages} "
+                         "order the work of pipeline ranks, and there is one; add --pp N or leave "
+                         "them out")
+    if args.cp == 1 and args.cp_method != "ring":
+        raise ValueError(f"--cp-method {args.cp_method} says how the ranks of a sequence attend, "
+                         "and there is one; add --cp N or leave it out")
+
+
+def check_model(args, config):
+    """Raises ValueError, with the legal values, for a model that this layout can't cut."""
+    if args.seq_len > config.max_seq_len:
+        raise ValueError(f"--seq-len {args.seq_len} is longer than max_seq_len="
+                         f"{config.max_seq_len}; add --override max_seq_len={args.seq_len}")
+    tensor_parallel.check(config, args.tp, args.ep > 1 or args.etp < args.tp)
+    expert_parallel.check(config, args.ep, args.etp, args.tp, args.fsdp * args.cp * args.tp)
+    ring_attention.check(config, args.cp, args.tp, args.seq_len, args.cp_method)
+    check_schedule(args, config)
+
+
+def check_schedule(args, config):
+    """Raises ValueError for a pipeline that can't be; validation needs forwards alone, which come
+    in any number."""
+    if args.pp == 1:
+        return
+    pipeline.place_stages(args.pp_schedule, args.pp, args.virtual_stages, config.n_layers)
+    if not getattr(args, "eval_only", False):
+        microbatches = -(-args.batch_size // (args.dp * args.fsdp * args.micro_batch_size))
+        try:
+            pipeline.check(args.pp_schedule, args.pp, microbatches, args.virtual_stages)
+        except ValueError as error:
+            raise ValueError(f"--pp-schedule: {error} (a rank's microbatches: --batch-size / (dp x "
+                             "fsdp x --micro-batch-size))") from None
 
 
 def check_flags(args):
