@@ -5254,5 +5254,5 @@ def test_plan_and_train_share_their_layout_flags():
         if theirs and action.dest not in ("help", "override"):
             assert (action.type, action.choices, action.help) == (theirs.type, theirs.choices,
                                                                   theirs.help)
-    assert {flag for flag, _ in plan_file.LAYOUT_FLAGS} <= {
-        action.option_strings[0] for action in train.build_parser()._actions}
+    assert {flag for flag, _ in train.FLAGS["layout"]} <= {
+        "--" + name.replace("_", "-") for name in plan_file.PLAN_FLAGS}
