@@ -336,7 +336,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # what waits must not keep the graph that x came from
         return grad @ ctx.weight, weight_gradient(
             ctx.weight, lambda: grad.flatten(0, -2).T @ x.flatten(0, -2))
 

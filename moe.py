@@ -91,7 +91,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         """grads: of each output, (n, o)."""
-        (x,), counts = ctx.saved_tensors, ctx.counts
+        x, counts = ctx.saved_tensors[0].detach(), ctx.counts  # as in collectives.Linear
         grad_x = torch.empty_like(x)
         for i, (grad, weight) in enumerate(zip(grads, ctx.weights)):
             for g, gx, w in zip(grad.split(counts), grad_x.split(counts), weight):

@@ -517,23 +517,41 @@ def kept_bytes(plan, kind, mesh, sequences, rows=None):
 
 
 def kept_by_stage(plan, mesh, stage, sequences, rows):
-    """What a stage keeps of a microbatch: its layers; the rotations' table; what it has sent, until
-    the answer comes; what it got, where its first norm does not keep that. And what waits for W."""
-    kept, waiting, placement = collections.Counter(), 0, plan.placement
+    """What a stage keeps of a microbatch: its layers; the rotations' table; what it got, where its
+    first norm does not keep that. And what waits for W."""
+    kept, waiting = collections.Counter(), 0
     for kind, count in collections.Counter(plan.stages[stage]).items():
         found, later = kept_bytes(plan, kind, mesh, sequences, rows)
         kept.update({what: count * number for what, number in found.items()})
         waiting += count * later
     if not plan.old:
         _, shard, positions = tokens_of(plan, mesh, sequences)
-        hidden = shard * plan.config.dim * plan.width
         kept["rotation table"] = positions * plan.config.qk_rope_head_dim * plan.wide
-        if stage + 1 < len(placement) and placement[stage + 1] != placement[stage]:
-            kept["hidden states sent"] = hidden
         if stage and plan.width < 4 and plan.args.device == "cpu" and (
                 plan.args.recompute != "full"):
-            kept["hidden states received"] = hidden
+            kept["hidden states received"] = shard * plan.config.dim * plan.width
     return kept, waiting
+
+
+def messages_held(plan, pp_rank):
+    """(single action, messages in memory after it) of a pipeline rank: those sent, until one from
+    their receiver shows that it has read them (pipeline.Mail), and the one that comes next."""
+    m = min(len(plan.microbatches), plan.enough())  # the rest repeats itself
+    lists, placement = [plan.actions(rank, m) for rank in range(plan.args.pp)], plan.placement
+    order = [{pipeline.done_by(part): at for at, part in enumerate(actions)} for actions in lists]
+    sent = [[] for _ in lists]  # rank -> where in its list it reads each
+
+    def arriving(part):
+        needs = pipeline.needs(part, len(placement))
+        return [(placement[need[1]], need) for need in needs if placement[need[1]] != pp_rank]
+    for at, part in enumerate(lists[pp_rank]):
+        for peer, need in arriving(part):
+            sent[peer] = [read for read in sent[peer] if read > order[peer][need]]
+        user = pipeline.user_of(done := pipeline.done_by(part)[0], part.stage)
+        if done != "W" and 0 <= user < len(placement) and placement[user] != pp_rank:
+            sent[placement[user]].append(order[placement[user]][done, user, part.microbatch])
+        coming = at + 1 < len(lists[pp_rank]) and bool(arriving(lists[pp_rank][at + 1]))
+        yield part, sum(map(len, sent)) + coming
 
 
 def activation_bytes(plan, mesh, rows=None):
@@ -542,21 +560,18 @@ def activation_bytes(plan, mesh, rows=None):
     sizes, pp, placement = plan.microbatches, mesh["pp"], plan.placement
     held = {(stage, size): kept_by_stage(plan, mesh, stage, size, rows)
             for stage, at in enumerate(placement) if at == pp.rank for size in set(sizes)}
+    hidden = 0 if plan.old else tokens_of(plan, mesh, sizes[0])[1] * plan.config.dim * plan.width
     live, most, best = collections.Counter(), 0, collections.Counter()
-    for part in plan.actions(pp.rank, min(len(sizes), plan.enough())):  # the rest repeats itself
+    for part, messages in messages_held(plan, pp.rank):
         kept, waiting = held[part.stage, sizes[part.microbatch]]
         if part.kind == "F":
             live.update(kept)
         elif part.kind in "BI":
             live.subtract(kept)
         live["left for W"] += waiting * ((part.kind == "I") - (part.kind == "W"))
+        live["messages"] = hidden * messages
         if sum(live.values()) > most:
             most, best = sum(live.values()), collections.Counter(live)
-    if pp.size > 1 and not plan.old:  # the next message's memory, and the last answer's
-        hidden = tokens_of(plan, mesh, sizes[0])[1] * plan.config.dim * plan.width
-        answers = len(sizes) > 1 and plan.args.pp_schedule != "gpipe"  # whose peak is before them
-        best["messages"] = hidden * ((len(sizes) > 1 or placement[-1] != pp.rank)
-                                     + (answers and placement[0] != pp.rank))
     return dict(+best)
 
 

@@ -611,6 +611,7 @@ def forward_backward(run, batch, seed, balance_seed):
                 loss = token_loss(run, batch, part, seed, balance_seed)
                 loss.backward(torch.full_like(loss, seed))
             losses.append(loss.detach())
+            del loss  # and with it its graph, before the next one's is made
     if run.reducer:
         run.reducer.finish()
     return sum(loss.item() for loss in losses)
