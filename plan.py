@@ -533,25 +533,29 @@ def kept_by_stage(plan, mesh, stage, sequences, rows):
     return kept, waiting
 
 
-def messages_held(plan, pp_rank):
-    """(single action, messages in memory after it) of a pipeline rank: those sent, until one from
-    their receiver shows that it has read them (pipeline.Mail), and the one that comes next."""
-    m = min(len(plan.microbatches), plan.enough())  # the rest repeats itself
-    lists, placement = [plan.actions(rank, m) for rank in range(plan.args.pp)], plan.placement
+@functools.lru_cache(512)
+def messages_held(schedule, pp, m, virtual, pp_rank):
+    """[(single action, microbatches of the messages in memory after it)] of a pipeline rank: those
+    sent, until one from their receiver shows that it has read them (pipeline.Mail), and the one
+    that comes next."""
+    lists, placement = pipeline.make_schedule(schedule, pp, m, virtual)
+    lists, found = [pipeline.singles(actions) for actions in lists], []
     order = [{pipeline.done_by(part): at for at, part in enumerate(actions)} for actions in lists]
-    sent = [[] for _ in lists]  # rank -> where in its list it reads each
+    sent = [[] for _ in lists]  # rank -> (where in its list it reads a message, microbatch)
 
     def arriving(part):
         needs = pipeline.needs(part, len(placement))
         return [(placement[need[1]], need) for need in needs if placement[need[1]] != pp_rank]
     for at, part in enumerate(lists[pp_rank]):
         for peer, need in arriving(part):
-            sent[peer] = [read for read in sent[peer] if read > order[peer][need]]
+            sent[peer] = [(read, i) for read, i in sent[peer] if read > order[peer][need]]
         user = pipeline.user_of(done := pipeline.done_by(part)[0], part.stage)
         if done != "W" and 0 <= user < len(placement) and placement[user] != pp_rank:
-            sent[placement[user]].append(order[placement[user]][done, user, part.microbatch])
-        coming = at + 1 < len(lists[pp_rank]) and bool(arriving(lists[pp_rank][at + 1]))
-        yield part, sum(map(len, sent)) + coming
+            sent[placement[user]].append((order[placement[user]][done, user, part.microbatch],
+                                          part.microbatch))
+        coming = [need[2] for part in lists[pp_rank][at + 1:at + 2] for _, need in arriving(part)]
+        found.append((part, [i for messages in sent for _, i in messages] + coming))
+    return found
 
 
 def activation_bytes(plan, mesh, rows=None):
@@ -560,16 +564,19 @@ def activation_bytes(plan, mesh, rows=None):
     sizes, pp, placement = plan.microbatches, mesh["pp"], plan.placement
     held = {(stage, size): kept_by_stage(plan, mesh, stage, size, rows)
             for stage, at in enumerate(placement) if at == pp.rank for size in set(sizes)}
-    hidden = 0 if plan.old else tokens_of(plan, mesh, sizes[0])[1] * plan.config.dim * plan.width
+    hidden = {} if plan.old else {size: tokens_of(plan, mesh, size)[1] * plan.config.dim
+                                  * plan.width for size in set(sizes)}
     live, most, best = collections.Counter(), 0, collections.Counter()
-    for part, messages in messages_held(plan, pp.rank):
+    m = min(len(sizes), plan.enough())  # the rest repeats itself
+    for part, messages in messages_held(plan.args.pp_schedule, pp.size, m,
+                                        plan.args.virtual_stages, pp.rank):
         kept, waiting = held[part.stage, sizes[part.microbatch]]
         if part.kind == "F":
             live.update(kept)
         elif part.kind in "BI":
             live.subtract(kept)
         live["left for W"] += waiting * ((part.kind == "I") - (part.kind == "W"))
-        live["messages"] = hidden * messages
+        live["messages"] = sum(hidden.get(sizes[i], 0) for i in messages)
         if sum(live.values()) > most:
             most, best = sum(live.values()), collections.Counter(live)
     return dict(+best)
