@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import gc
 import graphlib
 import importlib
 import itertools
@@ -4696,6 +4697,26 @@ FEWER_BITS = {"fp32": (1e-5, 1e-5), "bf16": (2e-3, 3e-2), "fp16": (2e-3, 3e-2)} 
 FEWER_BITS_LAYOUTS = ["--dp 2", "--fsdp 2 --zero 1", "--fsdp 2 --zero 2", "--fsdp 2", "--tp 2",
                       "--tp 2 --zero 3", "--pp 2 --pp-schedule zb-v", "--cp 2", "--fsdp 2 --ep 2",
                       "--tp 2 --ep 2 --zero 0"]
+
+
+@pytest.mark.parametrize("layer, weights", [
+    (lambda x, w: collectives.Linear.apply(x, w), (3, 4)),
+    (lambda x, w: moe.GroupedLinear.apply(x, [2, 3], collectives.weight_gradient, w)[0],
+     (2, 3, 4))])
+def test_a_weight_gradient_that_waits_keeps_its_input_but_not_the_graph(layer, weights):
+    """Else every microbatch between I and W would keep the stage's input and its gradient."""
+    weight, queue = torch.randn(weights, requires_grad=True), []
+    x = torch.randn(5, 4, requires_grad=True)
+    with collectives.weights_wait(queue):
+        layer(x * 2, weight).sum().backward()
+    value, gone = x.detach().clone(), weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    collectives.drain(queue)
+    alone = weight.detach().clone().requires_grad_()
+    layer(value * 2, alone).sum().backward()
+    assert torch.equal(weight.grad, alone.grad)
 
 
 @pytest.mark.parametrize("dtype, layout", [
