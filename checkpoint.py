@@ -30,7 +30,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -55,27 +54,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 # ---- saving and finding ----
 
-@functools.cache
 def dcp():
-    """torch.distributed.checkpoint, with two planners that know Pieces. Imported when it is needed:
-    that takes a second, which a run's first step need not wait for."""
-    import torch.distributed.checkpoint as module
-
-    class SavePlanner(module.DefaultSavePlanner):
-        def lookup_object(self, index):
-            return local_tensor(self.state_dict[index.fqn])
-
-    class LoadPlanner(module.DefaultLoadPlanner):
-        def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
-            """As the default's, without its walk through nested dictionaries, where Pieces get
-            lost."""
-            self.state_dict, self.metadata = state_dict, metadata
-            self.flatten_state_dict, self.is_coordinator = False, is_coordinator
-
-        def lookup_tensor(self, index):
-            return local_tensor(self.state_dict[index.fqn])
-    module.PieceSavePlanner, module.PieceLoadPlanner = SavePlanner, LoadPlanner
-    return module
+    """torch.distributed.checkpoint. Imported when it is needed: that takes a second, which a run's
+    first step need not wait for."""
+    import torch.distributed.checkpoint
+    return torch.distributed.checkpoint
 
 
 class Piece:
@@ -221,17 +204,29 @@ def publish(partial, whole, run, keep):
 
 
 def write_tensors(tensors, path, group):
-    through_dcp(dcp().save, tensors, path, dcp().PieceSavePlanner(), group)
+    class SavePlanner(dcp().DefaultSavePlanner):
+        def lookup_object(self, index):
+            return local_tensor(self.state_dict[index.fqn])
+    through_dcp(dcp().save, tensors, path, SavePlanner(), group)
 
 
 def read_tensors(tensors, path):
     """Fill them in place."""
-    through_dcp(dcp().load, tensors, path, dcp().PieceLoadPlanner())
+    class LoadPlanner(dcp().DefaultLoadPlanner):
+        def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+            """As the default's, without its walk through nested dictionaries, where Pieces get
+            lost."""
+            self.state_dict, self.metadata = state_dict, metadata
+            self.flatten_state_dict, self.is_coordinator = False, is_coordinator
+
+        def lookup_tensor(self, index):
+            return local_tensor(self.state_dict[index.fqn])
+    through_dcp(dcp().load, tensors, path, LoadPlanner())
 
 
 def through_dcp(operation, tensors, path, planner, group=None):
-    """Its own kind of exception is turned into the OSError that caused it, so that a full disk
-    reads as a full disk."""
+    """dcp().save or dcp().load. Its own kind of exception is turned into the OSError that caused
+    it, so that a full disk reads as a full disk."""
     try:
         with attributed_to_all("checkpoint"):
             operation(dict(tensors), checkpoint_id=path, planner=planner, process_group=group,

@@ -511,8 +511,7 @@ def measure_memory(level, rank, n):
         owner = optim.MixedPrecision(model, torch.bfloat16, accumulate=False)
         reducer, shard = Replicas(model, mesh["data"], owner.copies), 0
     numbers = sum(math.prod(label_of(m).shape) for _, m in owner.named_masters())
-    optimizer = optim.Optimizer("adamw", optim.parameter_groups(owner.named_masters(), 0.1),
-                                     1e-3)
+    optimizer = optim.Optimizer("adamw", optim.parameter_groups(owner.named_masters(), 0.1), 1e-3)
     tokens, known = torch.randint(256, (2, 128)), {}
 
     def alive():

@@ -359,8 +359,8 @@ def demo():
 
 
 def bench():
-    """AdamW beside torch's, a 16-bit step's extra copy beside a float32 step, and backward
-    with the accumulating hooks beside backward that adds in bfloat16."""
+    """AdamW beside torch's, a 16-bit step's extra copy beside a float32 step, and backward with
+    the accumulating hooks beside backward that adds in bfloat16."""
     from collectives import paired_ratio
 
     def ratio(a, b):
@@ -374,8 +374,7 @@ def bench():
         print(f"AdamW, 17 M parameters, ours / torch's {kind}: {ratio(ours.step, theirs.step)}")
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 1408, bias=False) for _ in range(24)])
     precision = MixedPrecision(model, torch.bfloat16)
-    print(f"refreshing bfloat16 copies / AdamW: "
-          f"{ratio(precision.refresh, ours.step)}")
+    print(f"refreshing bfloat16 copies / AdamW: {ratio(precision.refresh, ours.step)}")
     plain, hooked = (torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False)
                                            for _ in range(24)]) for _ in range(2))
     plain.bfloat16()

@@ -31,9 +31,11 @@ import argparse
 import collections
 import dataclasses
 import functools
+import heapq
 import itertools
 import json
 import math
+import operator
 import os
 import sys
 import unittest.mock
@@ -58,7 +60,11 @@ PLAN_FLAGS = {flag[2:].replace("-", "_"): options for section in train.FLAGS.val
                   "--seq-len", "--batch-size", "--micro-batch-size", "--dtype", "--recompute",
                   "--optimizer")}
 
+
 # ---- hardware, and the six constants ----
+
+PEAKS = {**train.GPU_PEAKS, "TPU v4": 275}
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -74,7 +80,7 @@ class Gpu:
     @property
     def peak(self):
         """TFLOP/s, dense, 16 bits."""
-        return {**train.GPU_PEAKS, "TPU v4": 275}[self.name]
+        return PEAKS[self.name]
 
 
 GPUS = {
@@ -533,28 +539,38 @@ def kept_by_stage(plan, mesh, stage, sequences, rows):
     return kept, waiting
 
 
+@functools.lru_cache(8)
+def in_order(schedule, pp, m, virtual):
+    """(single actions of each pipeline rank, the place in its list of what it does, placement)."""
+    lists, placement = pipeline.make_schedule(schedule, pp, m, virtual)
+    lists = [pipeline.singles(actions) for actions in lists]
+    return lists, [{pipeline.done_by(part): at for at, part in enumerate(actions)}
+                   for actions in lists], placement
+
+
 @functools.lru_cache(512)
 def messages_held(schedule, pp, m, virtual, pp_rank):
-    """[(single action, microbatches of the messages in memory after it)] of a pipeline rank: those
-    sent, until one from their receiver shows that it has read them (pipeline.Mail), and the one
-    that comes next."""
-    lists, placement = pipeline.make_schedule(schedule, pp, m, virtual)
-    lists, found = [pipeline.singles(actions) for actions in lists], []
-    order = [{pipeline.done_by(part): at for at, part in enumerate(actions)} for actions in lists]
-    sent = [[] for _ in lists]  # rank -> (where in its list it reads a message, microbatch)
+    """[(single action, (messages in memory after it, and those of the last microbatch))] of a
+    pipeline rank: those sent, until one from their receiver shows that it has read them
+    (pipeline.Mail), and the one that comes next."""
+    lists, places, placement = in_order(schedule, pp, m, virtual)
+    mine, found, held = lists[pp_rank], [], [0, 0]  # of whole microbatches, of the last one
+    sent = [[] for _ in lists]  # rank -> heap of (where it reads a message, microbatch)
 
     def arriving(part):
-        needs = pipeline.needs(part, len(placement))
-        return [(placement[need[1]], need) for need in needs if placement[need[1]] != pp_rank]
-    for at, part in enumerate(lists[pp_rank]):
+        return [(placement[need[1]], need) for need in pipeline.needs(part, len(placement))
+                if placement[need[1]] != pp_rank]
+    for at, part in enumerate(mine):
         for peer, need in arriving(part):
-            sent[peer] = [(read, i) for read, i in sent[peer] if read > order[peer][need]]
-        user = pipeline.user_of(done := pipeline.done_by(part)[0], part.stage)
-        if done != "W" and 0 <= user < len(placement) and placement[user] != pp_rank:
-            sent[placement[user]].append((order[placement[user]][done, user, part.microbatch],
-                                          part.microbatch))
-        coming = [need[2] for part in lists[pp_rank][at + 1:at + 2] for _, need in arriving(part)]
-        found.append((part, [i for messages in sent for _, i in messages] + coming))
+            while sent[peer] and sent[peer][0][0] <= places[peer][need]:
+                held[heapq.heappop(sent[peer])[1] == m - 1] -= 1
+        kind, stage, i = pipeline.done_by(part)
+        user = pipeline.user_of(kind, stage)
+        if kind != "W" and 0 <= user < len(placement) and placement[user] != pp_rank:
+            heapq.heappush(sent[placement[user]], (places[placement[user]][kind, user, i], i))
+            held[i == m - 1] += 1
+        coming = [need[2] == m - 1 for part in mine[at + 1:at + 2] for _, need in arriving(part)]
+        found.append((part, (held[0] + coming.count(False), held[1] + coming.count(True))))
     return found
 
 
@@ -564,10 +580,10 @@ def activation_bytes(plan, mesh, rows=None):
     sizes, pp, placement = plan.microbatches, mesh["pp"], plan.placement
     held = {(stage, size): kept_by_stage(plan, mesh, stage, size, rows)
             for stage, at in enumerate(placement) if at == pp.rank for size in set(sizes)}
-    hidden = {} if plan.old else {size: tokens_of(plan, mesh, size)[1] * plan.config.dim
-                                  * plan.width for size in set(sizes)}
     live, most, best = collections.Counter(), 0, collections.Counter()
     m = min(len(sizes), plan.enough())  # the rest repeats itself
+    hidden = [0 if plan.old else tokens_of(plan, mesh, size)[1] * plan.config.dim * plan.width
+              for size in (sizes[0], sizes[m - 1])]
     for part, messages in messages_held(plan.args.pp_schedule, pp.size, m,
                                         plan.args.virtual_stages, pp.rank):
         kept, waiting = held[part.stage, sizes[part.microbatch]]
@@ -576,7 +592,7 @@ def activation_bytes(plan, mesh, rows=None):
         elif part.kind in "BI":
             live.subtract(kept)
         live["left for W"] += waiting * ((part.kind == "I") - (part.kind == "W"))
-        live["messages"] = sum(hidden.get(sizes[i], 0) for i in messages)
+        live["messages"] = sum(map(operator.mul, messages, hidden))
         if sum(live.values()) > most:
             most, best = sum(live.values()), collections.Counter(live)
     return dict(+best)

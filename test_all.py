@@ -4693,12 +4693,6 @@ def _layout_of_one(flags):
     return ranks(1, _layout_run, list(flags))[0]
 
 
-FEWER_BITS = {"fp32": (1e-5, 1e-5), "bf16": (2e-3, 3e-2), "fp16": (2e-3, 3e-2)}  # loss, norm
-FEWER_BITS_LAYOUTS = ["--dp 2", "--fsdp 2 --zero 1", "--fsdp 2 --zero 2", "--fsdp 2", "--tp 2",
-                      "--tp 2 --zero 3", "--pp 2 --pp-schedule zb-v", "--cp 2", "--fsdp 2 --ep 2",
-                      "--tp 2 --ep 2 --zero 0"]
-
-
 @pytest.mark.parametrize("layer, weights", [
     (lambda x, w: collectives.Linear.apply(x, w), (3, 4)),
     (lambda x, w: moe.GroupedLinear.apply(x, [2, 3], collectives.weight_gradient, w)[0],
@@ -4717,6 +4711,12 @@ def test_a_weight_gradient_that_waits_keeps_its_input_but_not_the_graph(layer, w
     alone = weight.detach().clone().requires_grad_()
     layer(value * 2, alone).sum().backward()
     assert torch.equal(weight.grad, alone.grad)
+
+
+FEWER_BITS = {"fp32": (1e-5, 1e-5), "bf16": (2e-3, 3e-2), "fp16": (2e-3, 3e-2)}  # loss, norm
+FEWER_BITS_LAYOUTS = ["--dp 2", "--fsdp 2 --zero 1", "--fsdp 2 --zero 2", "--fsdp 2", "--tp 2",
+                      "--tp 2 --zero 3", "--pp 2 --pp-schedule zb-v", "--cp 2", "--fsdp 2 --ep 2",
+                      "--tp 2 --ep 2 --zero 0"]
 
 
 @pytest.mark.parametrize("dtype, layout", [
