@@ -41,6 +41,7 @@ Course: 10:49:41 device meshes, DDP and FSDP; course C: ZeRO stages 1 to 3.
     python fsdp.py --bench    level 3 beside torch's fully_shard, 2 and 4 ranks
 """
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -194,6 +195,10 @@ class Sharded:
             raise ValueError(f"level {level}: use 1, 2 or 3; level 0 is ddp.Replicas")
         names = {p: name for name, p in model.named_parameters()}  # a tied weight comes once
         stages = stages or [["embed", *(f"blocks.{name}" for name in model.blocks), "norm"]]
+        holders = collections.defaultdict(list)  # a parameter -> the modules' dicts it is in
+        for module in model.modules():
+            for key, p in module._parameters.items():
+                holders[p].append((module._parameters, key))
         self.names = [name for stage in stages for name in stage]
         self.stages = [[self.names.index(name) for name in stage] for stage in stages]
         self.layers = []  # in the order of use, each a list of units
@@ -204,7 +209,7 @@ class Sharded:
             parameters = [p for m in modules for p in m.parameters()]
             self.layers.append([
                 self._make_unit([(names[p], p) for p in parameters if _axis_name(p) == axis],
-                                model, mesh[axis], dtype, wide, device)
+                                holders, mesh[axis], dtype, wide, device)
                 for axis in ("shard", "efsdp") if any(_axis_name(p) == axis for p in parameters)])
         self.units = [unit for layer in self.layers for unit in layer]
         masters = {slot.name: master for unit in self.units
@@ -216,8 +221,8 @@ class Sharded:
         self._wrap(model)
         self.refresh()
 
-    def _make_unit(self, named, model, axis, dtype, wide, device):
-        """A Unit whose parameters are in the model's modules in place of those it had."""
+    def _make_unit(self, named, holders, axis, dtype, wide, device):
+        """A Unit whose parameters are in the model's modules in place of those they held."""
         unit = Unit(named, axis, self.level, dtype, wide, device)
         for slot, master in zip(unit.slots, unit.masters):
             before = slot.parameter
@@ -227,10 +232,8 @@ class Sharded:
             # .data and not the view itself: writes into `whole` must not count as changes of a
             # weight that autograd has saved
             slot.parameter.data = unit.full(slot)
-            for module in model.modules():
-                for key, p in module._parameters.items():
-                    if p is before:
-                        module._parameters[key] = slot.parameter
+            for parameters, key in holders[before]:
+                parameters[key] = slot.parameter
             on_grad_ready(slot.parameter, functools.partial(unit.add_gradient, slot))
         if self.level == 3:
             unit.release()

@@ -4366,12 +4366,13 @@ def _layout_shapes(model, layout, choose):
     heads, experts = (size * -(-4 // size) for size in (tp, ep))
     fields = {"n_heads": heads, "vocab_size": choose([259, 512]),
               "tie_embeddings": choose(["false", "true"])}
+    stages = 2  # a dense layer and one of experts
     if layout["pp"] > 1:
         stages = len(pipeline.place_stages(layout["pp-schedule"], layout["pp"],
                                            layout["virtual-stages"]))
-        fields["n_layers"] = choose([stages, stages + 1])
-        if model == "tiny-dense":
-            fields["n_dense_layers"] = fields["n_layers"]
+    fields["n_layers"] = choose([stages, stages + 1])
+    if model == "tiny-dense":
+        fields["n_dense_layers"] = fields["n_layers"]
     if model == "tiny-dense":
         fields["n_kv_heads"] = choose([g for g in (1, 2, 3, 4) if heads % g == 0
                                        and (g % tp == 0 or tp % g == 0)])
@@ -4858,12 +4859,12 @@ def test_a_rank_that_dies_or_hangs_is_named_and_the_checkpoint_before_stands(
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_end_bit_for_bit(train_text, tmp_path):
     out, whole = str(tmp_path / "out"), str(tmp_path / "whole")
-    flags = [*_layout_flags(train_text), "--steps", "9", "--save-every", "3", "--pp", "2",
+    flags = [*_layout_flags(train_text), "--steps", "15", "--save-every", "3", "--pp", "2",
              "--async-save"]
     process = _torchrun(2, *flags, "--out", out, launcher=[
         "--max-restarts", "1", "--master-port", str(_free_port())])
     try:
-        _wait_for_step(out, 5)
+        _wait_for_step(out, 7)  # the save after step 6 has waited for the one after step 3
         os.kill(_ranks_of(process.pid, 2)[1], signal.SIGKILL)
         said = process.communicate(timeout=90)[0]
     finally:
