@@ -104,12 +104,12 @@ def mesh_sizes(world_size, pp=1, dp=None, fsdp=1, cp=1, tp=1, ep=1, etp=None):
         given = {"pp": pp, "fsdp": fsdp, "cp": cp, "tp": tp}
         dp, rest = divmod(world_size, math.prod(given.values()))
         if rest:
-            raise ValueError(f"{product(given)} does not divide the {world_size} ranks that were "
-                             f"started; {nearest_sizes(world_size, given)}")
+            raise ValueError(f"{product(given)} does not divide the {world_size} ranks; "
+                             + nearest_sizes(world_size, given))
     sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     needed = math.prod(sizes.values())
     if needed != world_size:
-        raise ValueError(f"{product(sizes)} ranks, and {world_size} were started; "
+        raise ValueError(f"{product(sizes)} ranks, and there are {world_size}; "
                          + nearest_sizes(world_size, sizes))
     etp = (tp if ep == 1 else 1) if etp is None else etp
     whole = fsdp * cp * tp
@@ -139,7 +139,7 @@ def nearest_sizes(world_size, wanted):
     found = sorted(layouts(world_size, list(wanted)), key=lambda sizes: (
         round(distance(sizes), 6), sum(sizes[axis] != wanted[axis] for axis in wanted)))
     ranks = f"{'' if 'dp' in wanted else 'a multiple of '}{math.prod(wanted.values())} ranks"
-    return f"start {ranks} with torchrun, or use " + "; or ".join(map(flags, found[:3]))
+    return f"take {ranks}, or use " + "; or ".join(map(flags, found[:3]))
 
 
 def divisors(number):

@@ -129,7 +129,8 @@ class ModelConfig:
                       "rotated: use qk_nope_head_dim=0 (not {qk_nope_head_dim}) and "
                       "qk_rope_head_dim={v_head_dim} (not {qk_rope_head_dim})")
         refuse_if(self.n_dense_layers > self.n_layers,
-                  "n_dense_layers={n_dense_layers} is more than n_layers={n_layers}")
+                  "n_dense_layers={n_dense_layers} is more than n_layers={n_layers}; give both, for "
+                  "a model without experts the same number")
         refuse_if(self.original_seq_len < self.max_seq_len and self.rope_factor < 1,
                   "rope_factor={rope_factor} must be at least 1")
         if self.num_experts:
@@ -189,6 +190,12 @@ PRESETS = {
 }
 
 
+# fields that only a MoE block reads
+OF_EXPERTS = ["moe_inter_dim", "num_experts", "num_shared_experts", "top_k", "score_func",
+              "route_norm", "route_scale", "n_group", "topk_group", "bias_update_speed",
+              "seq_balance_coeff", "aux_loss_coeff"]
+
+
 def nearest(word, known):
     close = difflib.get_close_matches(word, known, 1)
     return f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
@@ -204,7 +211,8 @@ def make_config(name, overrides=()):
 
 def override_config(config, overrides):
     """`config` with a list of "field=value" applied. Raises ValueError, with the nearest right
-    spelling, for an unknown field or a value of the wrong type."""
+    spelling, for an unknown field or a value of the wrong type, and for a field of experts where no
+    block has them."""
     types = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     changes = {}
     for item in overrides:
@@ -219,7 +227,14 @@ def override_config(config, overrides):
         except (ValueError, KeyError):
             raise ValueError(f"--override {item}: {text!r} is not of type "
                              f"{types[key].__name__}") from None
-    return dataclasses.replace(config, **changes)
+    config = dataclasses.replace(config, **changes)
+    idle = [field for field in OF_EXPERTS if changes.get(field)]
+    if idle and not config.n_moe_layers():
+        raise ValueError(f"--override {idle[0]}={changes[idle[0]]}: no block has experts; with "
+                         f"num_experts={config.num_experts} and n_dense_layers="
+                         f"{config.n_dense_layers} of {config.n_layers} layers add num_experts=8 "
+                         f"n_dense_layers=1, or leave {idle[0]} out")
+    return config
 
 
 @dataclasses.dataclass

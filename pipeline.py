@@ -312,15 +312,15 @@ def needs(part, stages):
 def simulate(lists, placement, costs, latency=0.0):
     """Every rank works off its list: rank -> [(single action, start, end)].
 
-    costs: kind -> time of one stage's action (B: I + W when not given), or a list of such, one for
-    each stage. latency: time of a message.
+    costs: kind -> time of one stage's action (B: I + W when not given), or a function (stage,
+    microbatch) -> such. latency: time of a message.
     With a cost of FB pairs are atomic: they begin when both actions can and end together; without,
     the two run one after the other. Raises ValueError, naming what each rank is at, when no rank
     can go on.
     """
     stages, done = len(placement), {}
-    costs = costs if isinstance(costs, list) else [costs] * stages
-    lists = lists if "FB" in costs[0] else [singles(actions) for actions in lists]
+    cost_of = costs if callable(costs) else lambda stage, microbatch: costs
+    lists = lists if "FB" in cost_of(0, 0) else [singles(actions) for actions in lists]
     place, times, moved = [0] * len(lists), [[] for _ in lists], True
     while moved:
         moved = False
@@ -334,7 +334,7 @@ def simulate(lists, placement, costs, latency=0.0):
                     break
                 start = max([times[r][-1][2] if times[r] else 0.0] + [
                     done[w][0] + (latency if done[w][1] != r else 0.0) for w in wanted])
-                cost = costs[action.stage]
+                cost = cost_of(action.stage, action.microbatch)
                 end = start + (cost.get(action.kind) or cost["I"] + cost["W"])
                 for i, part in enumerate(parts):
                     span = (end - start) / len(parts)
@@ -600,9 +600,11 @@ class Mail:
         has reached it, and need not be kept here any longer.
         """
         tensor, peer = self.arriving.pop((kind, stage, i)).wait(), self.placement[stage]
-        reached = self.order[peer][kind, stage, i]
-        while self.leaving[peer] and self.leaving[peer][0][0] <= reached:
-            self.leaving[peer].pop(0)[1].wait()
+        reached, leaving = self.order[peer][kind, stage, i], self.leaving[peer]
+        self.leaving[peer] = [(at, sending) for at, sending in leaving if at > reached]
+        for at, sending in leaving:
+            if at <= reached:
+                sending.wait()
         return tensor
 
     def give(self, kind, stage, i, tensor):

@@ -49,7 +49,7 @@ import pipeline
 import ring_attention
 import tensor_parallel
 import train
-from collectives import MeshOnPaper, coordinates, divisors, label_of, spawn, verdict
+from collectives import MeshOnPaper, coordinates, divisors, label_of, one_of, spawn, verdict
 from model import DTYPES, PRESETS, Block, Transformer, flops_per_token, make_config, nearest
 from train import check_layout, check_model, check_schedule, choice, layout_of, switch, value
 
@@ -63,7 +63,11 @@ PLAN_FLAGS = {flag[2:].replace("-", "_"): options for section in train.FLAGS.val
 
 # ---- hardware, and the six constants ----
 
-PEAKS = {**train.GPU_PEAKS, "TPU v4": 275}
+# Dense TFLOP/s of the data sheets by bytes of a number; 4 bytes without TF32, which torch does not
+# use unless told to
+PEAKS = {2: {**train.GPU_PEAKS, "TPU v4": 275},
+         4: {"H100 PCIe": 51, "H100 NVL": 60, "H100": 67, "H200": 67, "H800": 67, "A100": 19.5,
+             "B200": 75, "L40S": 91.6, "MI300X": 163.4, "MI325X": 163.4, "MI355X": 157.3}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +80,6 @@ class Gpu:
     inside: float
     outside: float
     node_size: int = 8
-
-    @property
-    def peak(self):
-        """TFLOP/s, dense, 16 bits."""
-        return PEAKS[self.name]
 
 
 GPUS = {
@@ -188,25 +187,27 @@ FAMILIES = {
 
 
 def kept_by_shape(plan, kind, sequences):
-    """2205.05198, equations 1 to 6, for 16 bits and 1-byte dropout masks: s b h (34 + 5 a s / h),
-    of which tensor parallelism cuts all but 10, sequence parallelism those too. The 34 is 18 + 4
-    times the MLP's width over h; a gated MLP keeps 4 bytes more a number of its width. Returns
-    {what: bytes}, and those that wait for W (2401.10241, table 1: 32 of 34)."""
-    c, a, t = plan.config, plan.args, plan.args.tp
+    """2205.05198, equations 1 to 6: s b h (34 + 5 a s / h) in 16 bits, of which tensor parallelism
+    cuts all but 10, sequence parallelism those too. The 34 is 16 numbers and the bytes of two
+    dropout masks, the 5 two numbers and one; of the 16 twice the MLP's width over h, thrice if it
+    is gated, with one more of its own. Returns {what: bytes}, and those that wait for W (2401.10241,
+    table 1: 32 of 34)."""
+    c, a, t, w = plan.config, plan.args, plan.args.tp, plan.width
     sbh = a.seq_len * sequences * c.dim
     whole = 1 if "no_sp" in plan.ways else t
     if kind == "embed":
         return {"dropout mask": sbh / t}, 0
     if kind == "norm":  # section 4.3: last norm and head's input, logits in float32
-        logits = 4 * a.seq_len * sequences * c.vocab_size / t
-        return {"last norm, head": sbh * 4 / whole, "logits": logits}, 0
+        logits = plan.wide * a.seq_len * sequences * c.vocab_size / t
+        return {"last norm, head": sbh * 2 * w / whole, "logits": logits}, 0
     if a.recompute == "full":
-        return {"input": 2 * sbh / whole}, 0
-    mlp = (4 + 4 * c.gated) * c.ffn / c.dim
-    found = {"linear layers": sbh * (8 + mlp) / t, "norms, inputs, dropout": sbh * 10 / whole}
+        return {"input": sbh * w / whole}, 0
+    mlp = (2 + 2 * c.gated) * c.ffn / c.dim
+    found = {"linear layers": sbh * (4 + mlp) * w / t,
+             "norms, inputs, dropout": sbh * (4 * w + 2) / whole}
     if a.recompute == "none":
-        found["scores"] = 5 * c.n_heads * a.seq_len ** 2 * sequences / t
-    return found, sum(found.values()) * 32 / 34
+        found["scores"] = (2 * w + 1) * c.n_heads * a.seq_len ** 2 * sequences / t
+    return found, sum(found.values()) * 16 * w / (16 * w + 2)
 
 
 def sent_by_shape(plan, kinds, sequences, repeated):
@@ -221,16 +222,22 @@ def sent_by_shape(plan, kinds, sequences, repeated):
 
 def data_sent_by_shape(plan, mesh):
     """The ZeRO paper's volumes (section 7): 2 Psi (N-1)/N, under level 3 3 Psi a microbatch, with
-    gradients in 16 bits as these systems had them."""
-    a, m, n = plan.args, len(plan.microbatches), mesh["data"].size
-    each = parameters_of(plan, mesh["pp"].rank) * (n - 1) / n * plan.width
+    gradients in 16 bits as these systems had them; shards' gradients are all-reduced over dp."""
+    a, m, whole = plan.args, len(plan.microbatches), plan.width * parameters_of(
+        plan, mesh["pp"].rank)
+    data, n, dp = (mesh[axis].size for axis in ("data", "shard", "dp"))
     if a.zero == 0:
-        return {("data", "gradients"): 2 * each}
+        return {("data", "gradients"): 2 * whole * (data - 1) / data}
+    each = whole * (n - 1) / n
     return {("shard", "parameters"): 2 * each * m if a.zero == 3 else each,
-            ("shard", "gradients"): each * (m if a.zero > 1 else 1)}
+            ("shard", "gradients"): each * (m if a.zero > 1 else 1),
+            ("dp", "gradients"): 2 * whole / n * (dp - 1) / dp}
 
 
 # ---- a planned run ----
+
+schedule_of = functools.lru_cache(64)(pipeline.make_schedule)
+
 
 class Plan:
     """A model in a layout on a GPU; args: the flags, checked and filled in.
@@ -247,6 +254,7 @@ class Plan:
         self.world_size = args.pp * args.dp * args.fsdp * args.cp * args.tp
         self.width = DTYPES[args.dtype].itemsize  # of a number that is computed with, in bytes
         self.wide = max(self.width, 4)            # of one that sums up
+        self.peak = PEAKS.get(self.width, {}).get(gpu.name)  # TFLOP/s, None where not known
         self.tokens = args.batch_size * args.seq_len
         rows, size = args.batch_size // (args.dp * args.fsdp), args.micro_batch_size
         # the sizes, in sequences, of a rank's microbatches of a step; the last may be smaller
@@ -268,24 +276,25 @@ class Plan:
 
     def schedule(self, m):
         """(actions of every pipeline rank, placement) of m microbatches."""
-        return pipeline.make_schedule(self.args.pp_schedule, self.args.pp, m,
-                                      self.args.virtual_stages)
+        return schedule_of(self.args.pp_schedule, self.args.pp, m, self.args.virtual_stages)
 
     def actions(self, pp_rank, m):
         """A pipeline rank's single actions."""
         return pipeline.singles(self.schedule(m)[0][pp_rank])
 
-    def enough(self):
-        """So many microbatches that the schedule has reached its steady phase; all, for GPipe."""
-        return 10 ** 9 if self.args.pp_schedule == "gpipe" else 2 * self.args.pp
+
+
+def config_of(name, override=()):
+    """The ModelConfig or Shape of that name. Raises ValueError for one that is not known."""
+    if name not in FAMILIES and name not in PRESETS:
+        raise ValueError(f"unknown model {name!r}; " + nearest(name, [*PRESETS, *FAMILIES]))
+    return FAMILIES.get(name) or make_config(name, list(override))
 
 
 def make_plan(name, gpus, gpu="h100", override=(), ways=None, **flags):
     """A Plan from names and flags as the command line has them. Raises ValueError as check_layout()
     and check_model() do, and for what an older family has not."""
-    if name not in FAMILIES and name not in PRESETS:
-        raise ValueError(f"unknown model {name!r}; " + nearest(name, [*PRESETS, *FAMILIES]))
-    config = FAMILIES.get(name) or make_config(name, list(override))
+    config = config_of(name, override)
     args = argparse.Namespace(**{**{flag: options.get("default") for flag, options
                                     in PLAN_FLAGS.items()}, "dtype": "bf16", **flags})
     check_layout(args, gpus)
@@ -296,6 +305,9 @@ def make_plan(name, gpus, gpu="h100", override=(), ways=None, **flags):
             if wrong:
                 raise ValueError(f"{flag}: {name} is a row of a table, dense and without cp; leave "
                                  f"{flag} out or use a model that quintet builds")
+        if config.positions and args.seq_len > config.seq_len:
+            raise ValueError(f"--seq-len {args.seq_len} is longer than the {config.seq_len} "
+                             f"positions that {name} has learned")
         if config.n_heads % args.tp:
             raise ValueError(f"--tp {args.tp} does not divide the {config.n_heads} heads of {name}")
         check_schedule(args, config)
@@ -367,17 +379,17 @@ def held_layers(plan, mesh):
 
 
 @functools.lru_cache(65536)
-def unit_of(named, axis, level, dtype):
-    """fsdp.Unit of these parameters on the meta device."""
-    return fsdp.Unit(named, axis, level, dtype, torch.promote_types(dtype, torch.float32), "meta")
+def make_units(named, shard, efsdp, level, dtype):
+    """The units of one layer over these Axis, as fsdp.Sharded makes them, on the meta device."""
+    parts = [(axis, [(name, p) for name, p in named if fsdp._axis_name(p) == axis.name])
+             for axis in (shard, efsdp)]
+    return [fsdp.Unit(part, axis, level, dtype, torch.promote_types(dtype, torch.float32), "meta")
+            for axis, part in parts if part]
 
 
 def units_of(plan, mesh, named):
-    """The units of one layer, as fsdp.Sharded makes them."""
-    parts = [(axis, tuple((name, p) for name, p in named if fsdp._axis_name(p) == axis))
-             for axis in ("shard", "efsdp")]
-    return [unit_of(part, mesh[axis], plan.args.zero, DTYPES[plan.args.dtype])
-            for axis, part in parts if part]
+    """The units of one layer on this rank."""
+    return make_units(named, mesh["shard"], mesh["efsdp"], plan.args.zero, DTYPES[plan.args.dtype])
 
 
 def masters_of(plan, mesh, named):
@@ -396,14 +408,15 @@ def held_bytes(plan, mesh):
         shard = count / mesh["shard"].size
         totals = fsdp.bytes_held(count, shard, shard, a.zero, plan.width, mesh["shard"].size)
     else:
-        for named, count in collections.Counter(
-                named for _, _, named in held_layers(plan, mesh)).items():
+        layers = held_layers(plan, mesh)
+        counts = collections.Counter(kind for _, kind, _ in layers)
+        for kind, named in {kind: named for _, kind, named in layers}.items():
             numbers = sum(p.numel() for _, p in named)
             parts = [(0, len(unit.master), sum(m.numel() for m in unit.masters), unit.axis.size)
                      for unit in units_of(plan, mesh, named)] if a.zero else [(numbers, 0, 0, 1)]
             for *sizes, n in parts:
                 held = fsdp.bytes_held(*sizes, a.zero, plan.width, n)
-                totals = [total + count * part for total, part in zip(totals, held)]
+                totals = [total + counts[kind] * part for total, part in zip(totals, held)]
     return {"parameters": totals[0], "gradients": totals[1],
             "optimizer": totals[2] * (a.optimizer == "adamw")}
 
@@ -542,7 +555,7 @@ def kept_by_stage(plan, mesh, stage, sequences, rows):
 @functools.lru_cache(8)
 def in_order(schedule, pp, m, virtual):
     """(single actions of each pipeline rank, the place in its list of what it does, placement)."""
-    lists, placement = pipeline.make_schedule(schedule, pp, m, virtual)
+    lists, placement = schedule_of(schedule, pp, m, virtual)
     lists = [pipeline.singles(actions) for actions in lists]
     return lists, [{pipeline.done_by(part): at for at, part in enumerate(actions)}
                    for actions in lists], placement
@@ -580,22 +593,26 @@ def activation_bytes(plan, mesh, rows=None):
     sizes, pp, placement = plan.microbatches, mesh["pp"], plan.placement
     held = {(stage, size): kept_by_stage(plan, mesh, stage, size, rows)
             for stage, at in enumerate(placement) if at == pp.rank for size in set(sizes)}
-    live, most, best = collections.Counter(), 0, collections.Counter()
-    m = min(len(sizes), plan.enough())  # the rest repeats itself
+    total = {layers: sum(kept.values()) for layers, (kept, _) in held.items()}
+    m, live, now, waiting, most, best = len(sizes), collections.Counter(), 0, 0, 0, ({}, 0, 0)
+    if plan.args.pp_schedule != "gpipe":  # which keeps all; the others repeat themselves
+        m = min(m, 2 * pp.size)
     hidden = [0 if plan.old else tokens_of(plan, mesh, size)[1] * plan.config.dim * plan.width
               for size in (sizes[0], sizes[m - 1])]
     for part, messages in messages_held(plan.args.pp_schedule, pp.size, m,
                                         plan.args.virtual_stages, pp.rank):
-        kept, waiting = held[part.stage, sizes[part.microbatch]]
-        if part.kind == "F":
-            live.update(kept)
-        elif part.kind in "BI":
-            live.subtract(kept)
-        live["left for W"] += waiting * ((part.kind == "I") - (part.kind == "W"))
-        live["messages"] = sum(map(operator.mul, messages, hidden))
-        if sum(live.values()) > most:
-            most, best = sum(live.values()), collections.Counter(live)
-    return dict(+best)
+        layers = part.stage, sizes[part.microbatch]
+        more = (part.kind == "F") - (part.kind in "BI")
+        live[layers] += more
+        now += more * total[layers]
+        waiting += held[layers][1] * ((part.kind == "I") - (part.kind == "W"))
+        sent = sum(map(operator.mul, messages, hidden))
+        if now + waiting + sent > most:
+            most, best = now + waiting + sent, (dict(live), waiting, sent)
+    found = collections.Counter({"left for W": best[1], "messages": best[2]})
+    for layers, count in best[0].items():
+        found.update({what: count * number for what, number in held[layers][0].items()})
+    return dict(+found)
 
 
 def transient_bytes(plan, mesh):
@@ -728,7 +745,7 @@ def sharded_bytes(plan, mesh):
     units = [units_of(plan, mesh, named) for _, _, named in layers]
     names = [kind if kind in ("embed", "norm") else f"block {i}"
              for i, (_, kind, _) in enumerate(layers)]
-    parts = plan.actions(mesh["pp"].rank, m) if a.pp > 1 else []
+    parts = plan.actions(mesh["pp"].rank, m) if a.pp > 1 and a.zero > 1 else []
     stages = {stage: [name for name, (s, _, _) in zip(names, layers) if s == stage]
               for stage, _, _ in layers}
     times = fsdp.pipeline_gathers(stages, [(p.kind, p.stage) for p in parts],
@@ -856,7 +873,7 @@ class StageTime:
 def stage_time(plan, mesh, kinds, sequences, whole):
     """A StageTime. Backward's products are twice forward's, half of them for the weights. whole:
     the plan without recompute on a GPU, whose kept bytes element-wise work touches."""
-    peak, a = plan.gpu.peak * 1e12, plan.args
+    peak, a = plan.peak * 1e12, plan.args
     touch, back = TOUCHES / (plan.gpu.bandwidth * 1e12 * MEMORY), 2 if plan.old else 2.5
     parts, F, I, W, attention = collections.Counter(), 0.0, 0.0, 0.0, 0.0
     for kind, count in collections.Counter(kinds).items():
@@ -890,40 +907,46 @@ def stage_time(plan, mesh, kinds, sequences, whole):
 
 
 def stage_times(plan):
-    """A StageTime for every stage; the same layers take the same time."""
-    whole = plan.but(recompute="none", device="cuda")
-    different = {kinds: stage_time(plan, plan.mesh(), kinds, plan.microbatches[0], whole)
-                 for kinds in set(plan.stages)}
-    return [different[kinds] for kinds in plan.stages]
+    """A StageTime for every stage, of a microbatch and of the last one, which may be smaller; the
+    same layers take the same time."""
+    whole, found = plan.but(recompute="none", device="cuda"), {}
+    for size in {plan.microbatches[0], plan.microbatches[-1]}:
+        different = {kinds: stage_time(plan, plan.mesh(), kinds, size, whole)
+                     for kinds in set(plan.stages)}
+        found[size] = [different[kinds] for kinds in plan.stages]
+    return found[plan.microbatches[0]], found[plan.microbatches[-1]]
 
 
 def timeline(plan, times, m):
-    """pipeline.predict of m microbatches."""
+    """pipeline.predict of m microbatches; times: as stage_times() has them."""
+    usual, last = ([{"F": t.F, "I": t.I, "W": t.W} for t in stages] for stages in times)
     message = wire_seconds(plan, "pp", message_bytes(plan, plan.mesh(), plan.microbatches[0]))
-    return pipeline.predict(*plan.schedule(m), [{"F": t.F, "I": t.I, "W": t.W} for t in times],
-                            message)
+    return pipeline.predict(*plan.schedule(m), lambda stage, microbatch: (
+        last if microbatch == m - 1 else usual)[stage], message)
 
 
 def busy_times(plan, times):
-    """Seconds that each pipeline rank works on a microbatch."""
-    return [sum(t.all for t, at in zip(times, plan.placement) if at == rank)
-            for rank in range(plan.args.pp)]
+    """Seconds that each pipeline rank works on a microbatch, and on all of them."""
+    each, last = ([sum(t.all for t, at in zip(stages, plan.placement) if at == rank)
+                   for rank in range(plan.args.pp)] for stages in times)
+    m = len(plan.microbatches)
+    return each, [(m - 1) * usual + end for usual, end in zip(each, last)]
 
 
 def pipeline_time(plan, times, simulated=True):
     """Time of a step's microbatches through the stages: simulated until the schedule has reached
     its steady phase, and the rest at the rate of that, or of the slowest rank's work. Or a quick
     guess: the slowest rank's work, and the first microbatch's way there and back."""
-    a, m, each = plan.args, len(plan.microbatches), busy_times(plan, times)
+    a, m, (each, work) = plan.args, len(plan.microbatches), busy_times(plan, times)
     if not simulated:
         share = {"zb-v": 0.1, "dualpipe-v": 0.2, "zb-h1": 0.4}.get(
             a.pp_schedule, a.pp / len(plan.placement))
-        return max(each) * m + (sum(each) - max(each)) * share
-    few = plan.enough() + m % a.pp
+        return max(work) + (sum(each) - max(each)) * share
+    few = 2 * a.pp + m % a.pp
     if m <= few + a.pp:
         return timeline(plan, times, m)["makespan"]
     first, then = (timeline(plan, times, n)["makespan"] for n in (few, few + a.pp))
-    return max(first + (m - few) * max((then - first) / a.pp, max(each)), m * max(each))
+    return max(first + (m - few) * max((then - first) / a.pp, max(each)), max(work))
 
 
 def model_flops(plan, causal=True):
@@ -939,20 +962,24 @@ def model_flops(plan, causal=True):
 def estimate(plan, simulated=True):
     """(seconds of a step, {what of the slowest rank's work: seconds}): the schedule of the stages,
     then what no compute hides of gradients and parameters, and the optimizer. simulated: as
-    pipeline_time() has it."""
-    m, times = len(plan.microbatches), stage_times(plan)
-    span, busy = pipeline_time(plan, times, simulated), busy_times(plan, times)
-    slowest = busy.index(max(busy))
-    parts = collections.Counter()
-    for t, at in zip(times, plan.placement):
-        if at == slowest:
-            parts.update({what: seconds * m for what, seconds in t.parts.items()})
-    parts["bubble"] = span - busy[slowest] * m
+    pipeline_time() has it. Raises ValueError where no peak of the GPU is known for the dtype."""
+    if not plan.peak:
+        known = [dtype for dtype, torch_dtype in DTYPES.items()
+                 if plan.gpu.name in PEAKS.get(torch_dtype.itemsize, ())]
+        raise ValueError(f"--dtype {plan.args.dtype}: the table has no peak of {plan.gpu.name} for "
+                         f"it; use {one_of(known)}")
+    times, m = stage_times(plan), len(plan.microbatches)
+    span, (_, work) = pipeline_time(plan, times, simulated), busy_times(plan, times)
+    slowest, parts = work.index(max(work)), collections.Counter()
+    for usual, last, at in zip(*times, plan.placement):
+        for t, count in ((usual, m - 1), (last, 1)) if at == slowest else ():
+            parts.update({what: seconds * count for what, seconds in t.parts.items()})
+    parts["bubble"] = span - work[slowest]
     mesh, zero = plan.stage_mesh(slowest), plan.args.zero
     # what is sent each microbatch runs under all of it, what is sent once under one's backward
     data = sum(wire_seconds(plan, axis, sent)
                for axis, sent in by_axis(data_bytes(plan, plan.mesh())).items())
-    hidden = 0 if "late" in plan.ways else span if zero > 1 else times[-1].I + times[-1].W
+    hidden = 0 if "late" in plan.ways else span if zero > 1 else times[0][-1].I + times[0][-1].W
     parts["gradients, parameters"] = exposed(data, hidden)
     held = held_bytes(plan, mesh)
     touched = 3 * held["optimizer"] + 2 * held["gradients"] / (mesh["shard"].size if zero == 1
@@ -963,16 +990,16 @@ def estimate(plan, simulated=True):
 
 def mfu(plan, step, causal=True):
     """Of the GPUs' peak, what the model's own FLOPs of a step are."""
-    return plan.tokens * model_flops(plan, causal) / (step * plan.world_size * plan.gpu.peak * 1e12)
+    return plan.tokens * model_flops(plan, causal) / (step * plan.world_size * plan.peak * 1e12)
 
 
 # ---- which layout ----
 
 def candidates(name, gpus, gpu, given, flags):
-    """Flags of every layout worth a thought: tp and etp within a node, ep and cp where the model
-    has use for them. given: the flags that were set, which stay as they are."""
+    """Flags of every layout worth a thought: tp within a node, whole experts, ep and cp where the
+    model has use for them. given: the flags that were set, which stay as they are."""
     old, node = name in FAMILIES, GPUS[gpu].node_size
-    config = FAMILIES.get(name) or make_config(name, flags.get("override", ()))
+    config = config_of(name, flags["override"])
     experts = 0 if old else config.n_moe_layers() and config.num_experts
     sizes = {"pp": [n for n in divisors(gpus) if n <= min(config.n_layers, 64)],
              "tp": [n for n in divisors(gpus) if n <= node],
@@ -990,16 +1017,18 @@ def candidates(name, gpus, gpu, given, flags):
         if "pp_schedule" in given or pp == 1:
             schedules = [(given.get("pp_schedule", "1f1b"), given.get("virtual_stages", 1))]
         for (schedule, virtual), zero, fsdp_size in itertools.product(
-                schedules, [1] if pp > 1 else [0, 1, 3], shards):
+                schedules, [1] if pp > 1 else [0, 1, 2, 3], shards):
             yield {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "zero": zero, "fsdp": fsdp_size,
                    "pp_schedule": schedule, "virtual_stages": virtual, **given}
 
 
 def search(name, gpus, gpu, given, flags):
     """The three fastest plans that fit: [(estimate(), Plan)]. Each layout is taken with the least
-    recompute and the microbatches that fit; the twenty that a guess finds fastest are simulated."""
-    found, tried = [], set()
-    for layout, micro in itertools.product(candidates(name, gpus, gpu, given, flags), (1, 2, 4)):
+    recompute and the microbatches that fit; those that a guess finds fastest are simulated, twenty
+    and on until three fit on all pipeline ranks. Raises ValueError as make_plan() does when no
+    layout can have the given flags, and when none fits."""
+    found, tried, possible = [], set(), False
+    for layout, micro in itertools.product(candidates(name, gpus, gpu, given, flags), (1, 2, 4, 8)):
         for recompute in ("none", "selective", "full"):
             wanted = {**flags, "micro_batch_size": micro, "recompute": recompute, **layout}
             key = tuple(sorted((flag, str(x)) for flag, x in wanted.items()))
@@ -1008,13 +1037,24 @@ def search(name, gpus, gpu, given, flags):
             tried.add(key)
             try:
                 plan = make_plan(name, gpus, gpu, **wanted)
-            except ValueError:
+            except ValueError as error:
+                refusal = error
                 break
-            if fits(plan, sorted({0, plan.args.pp - 1})):
+            possible = True
+            if fits(plan, sorted({0, min(1, plan.args.pp - 1), plan.args.pp - 1})):
                 found.append((estimate(plan, simulated=False)[0], len(tried), plan))
                 break
-    best = [(estimate(plan), plan) for _, _, plan in sorted(found)[:20] if fits(plan)]
-    print(f"{len(tried):,} plans tried, {len(found):,} fit")
+    if not possible:
+        make_plan(name, gpus, gpu, **flags)  # what is wrong with the flags as they were given
+        raise refusal
+    best = []
+    for place, (_, _, plan) in enumerate(sorted(found)):
+        if place >= 20 and len(best) >= 3:
+            break
+        best += [(estimate(plan), plan)] if fits(plan) else []
+    print(f"{len(tried):,} plans tried; {len(found):,} have room on their first two pipeline ranks "
+          "and the last. Not tried unless given: --zero 2 and 3 with pp, --etp, --cp-method, gpipe, "
+          "zb-h1 and dualpipe-v, microbatches of more than 8")
     if not best:
         raise ValueError(f"nothing fits: {name} on {gpus} x {gpu} with {GPUS[gpu].memory} GB each; "
                          "use more GPUs, a smaller --batch-size, or fewer fixed flags")
@@ -1051,14 +1091,16 @@ def show_plan(plan, tokens=None, explain=False):
 
 def show_memory(plan):
     """A line for each pipeline rank whose numbers differ from the one before."""
-    rows = [memory_of(plan, r) for r in range(plan.args.pp)]
-    print("\nGB" + " " * 17 + "".join(f"{kind:>12}" for kind in [*rows[0], "together"]))
+    rows, named = [memory_of(plan, r) for r in range(plan.args.pp)], []
+    for r in range(len(rows)):
+        named.append("+".join(f"{n} {kind}" if kind in ("dense", "moe") else kind for kind, n
+                              in collections.Counter(kinds_of(plan, r)).items()))
+    wide = max(map(len, named)) + 7
+    print(f"\n{'GB':{wide}}" + "".join(f" {kind:>11}" for kind in [*rows[0], "together"]))
     for r, row in enumerate(rows):
         if plan.args.pp <= 8 or r in (0, len(rows) - 1) or row != rows[r - 1]:
-            what = "+".join(f"{n} {kind}" if kind in ("dense", "moe") else kind for kind, n
-                            in collections.Counter(kinds_of(plan, r)).items())
-            print(f"pp {r:<3}{what[:12]:13}" + "".join(
-                f"{gb(number):>12}" for number in [*row.values(), sum(row.values())]))
+            print(f"pp {r:<4}{named[r]:{wide - 7}}" + "".join(
+                f" {gb(number):>11}" for number in [*row.values(), sum(row.values())]))
     most, r = max((sum(row.values()), r) for r, row in enumerate(rows))
     largest = max(rows[r], key=rows[r].get)
     print(f"fullest: pp rank {r}, {gb(most)} of {plan.gpu.memory} GB, most of it {largest}: "
@@ -1093,10 +1135,9 @@ def show_time(plan, step, parts, tokens):
     order = sorted((what for what in parts if parts[what] > 0), key=parts.get, reverse=True)
     for what in order:
         print(f"{what:40}{parts[what]:10.3f}{parts[what] / step:8.1%}")
-    share, whole, peak = mfu(plan, step), mfu(plan, step, False), plan.gpu.peak
-    bubble = parts["bubble"] / (step - parts["gradients, parameters"] - parts["optimizer"])
+    share, whole, peak = mfu(plan, step), mfu(plan, step, False), plan.peak
     print(f"a step: {step:.3f} s; {plan.tokens / step:,.0f} tokens/s; {share * peak:,.0f} TFLOP/s "
-          f"a GPU, MFU {share:.1%}; bubble {bubble:.1%}")
+          f"a GPU, MFU {share:.1%}; bubble {parts['bubble'] / step:.1%}")
     if not plan.old:
         print(f"(non-causal attention: {whole * peak:,.0f} TFLOP/s, MFU {whole:.1%})")
     if tokens:
@@ -1140,7 +1181,7 @@ def explain_memory(plan):
 
 def explain_time(plan, step):
     """The time of one layer with its numbers."""
-    print(f"\nwhere the time goes; {plan.gpu.name}: {plan.gpu.peak:g} TFLOP/s x {PRODUCTS} for "
+    print(f"\nwhere the time goes; {plan.gpu.name}: {plan.peak:g} TFLOP/s x {PRODUCTS} for "
           f"products, x {SCORES} for attention; {plan.gpu.bandwidth} TB/s x {MEMORY}; links "
           f"{plan.gpu.inside} and {plan.gpu.outside} GB/s x {NETWORK}")
     mesh, size, whole = plan.mesh(), plan.microbatches[0], plan.but(recompute="none", device="cuda")
@@ -1149,7 +1190,7 @@ def explain_time(plan, step):
         kept = sum(kept_bytes(whole, kind, mesh, size)[0].values())
         print(f"  {kind:7}forward of a microbatch: {products / 1e12:.3f} TFLOP of products, "
               f"{scores / 1e12:.3f} of attention, {TOUCHES} x {kept / 1e9:.3f} GB touched")
-    for stage, t in enumerate(stage_times(plan)[:2]):
+    for stage, t in enumerate(stage_times(plan)[0][:2]):
         print(f"  stage {stage}: F {t.F * 1e3:.2f} ms, I {t.I * 1e3:.2f} ms, W {t.W * 1e3:.2f} ms")
     print(f"  MFU = tokens/s x {model_flops(plan) / 1e9:,.1f} GFLOP a token / (GPUs x peak) = "
           f"{mfu(plan, step):.1%}")
@@ -1440,7 +1481,7 @@ def moe_optimum(flops):
         return moe_loss(active, tokens, g), active, tokens, g
 
     def best(g):
-        low, high = math.log(1e5), math.log(1e14)
+        low, high = 0.0, math.log(1e20)
         while high - low > 1e-9:  # the loss has one minimum
             a, b = low + (high - low) / 3, high - (high - low) / 3
             low, high = (low, b) if found(a, g) < found(b, g) else (a, high)
@@ -1459,7 +1500,7 @@ LAWS = {"Kaplan": kaplan, "Chinchilla 1": functools.partial(interpolated, 1),
 
 def flops_for(law, index, wanted):
     """The FLOPs at which a law's best model has the wanted parameters (index 0) or tokens (1)."""
-    low, high = math.log(1e6), math.log(1e40)
+    low, high = 0.0, math.log(1e40)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if law(math.exp(middle))[index] < wanted else (low, middle)
@@ -1479,11 +1520,17 @@ def scaling_rows():
 
 
 def show_scaling(flops=None, params=None, tokens=None):
-    """Print the laws side by side. Raises ValueError for a combination that says nothing."""
-    for name, number in {"flops": flops, "params": params, "tokens": tokens}.items():
-        if number is not None and not 1 <= number < math.inf:
-            raise ValueError(f"--{name} {number:g} must be a number of at least 1")
-    if not (flops or params or tokens) or (flops and (params or tokens)):
+    """Print the laws side by side. Raises ValueError for a combination that says nothing, and for
+    numbers so far from those the laws were fitted to that they say nothing either."""
+    for name, number, least, most in (("flops", flops, 1e12, 1e30), ("params", params, 1e4, 1e15),
+                                      ("tokens", tokens, 1e6, 1e15)):
+        if number is not None and not least <= number <= most:
+            raise ValueError(f"--{name} {number:g} must lie between {least:g} and {most:g}: no law "
+                             "was fitted to anything near it")
+    if flops and (params or tokens):
+        raise ValueError("--flops asks for the best size and tokens, which --params and --tokens "
+                         "say; leave --flops out, or the other")
+    if not (flops or params or tokens):
         raise ValueError("scaling needs --flops, or --params, or --tokens, or the last two; for "
                          "instance --flops 5.76e23")
     if params and tokens:
@@ -1594,6 +1641,8 @@ def build_parser():
             ("--svg", value(str, None, "file for a drawing of the mesh"))):
         parser.add_argument(flag, **options)
     for flag, options in PLAN_FLAGS.items():
+        if flag == "device":  # a plan's is --gpu
+            continue
         parser.add_argument("--" + flag.replace("_", "-"),
                             **{**options, "default": argparse.SUPPRESS})
     return parser
@@ -1606,6 +1655,8 @@ def flags_of(args):
     for flag, x in {"gpus": args.gpus, **given}.items():
         if isinstance(x, int) and x < 1 and flag != "zero":
             raise ValueError(f"--{flag.replace('_', '-')} {x} must be at least 1")
+    if args.tokens is not None and not 0 < args.tokens < math.inf:
+        raise ValueError(f"--tokens {args.tokens:g} must be more than 0")
     usual = FAMILIES[args.model].seq_len if args.model in FAMILIES else 4096
     flags = {"seq_len": usual, "micro_batch_size": 1, "override": args.override, **given}
     rows = max(1, round(4 * 2 ** 20 / flags["seq_len"] / args.gpus)) * args.gpus
@@ -1618,6 +1669,11 @@ def plan_of(args, ways=None):
 
 def plan_command(args):
     """Plan, or search and then plan the best. Returns the exit code."""
+    for flag in ("trace", "svg"):
+        path = getattr(args, flag)
+        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
+            raise ValueError(f"--{flag} {path}: can't write a file there; give its name in a folder "
+                             "that exists")
     if args.search:
         best = search(args.model, args.gpus, args.gpu, *flags_of(args))
         for place, ((step, parts), plan) in enumerate(best, 1):
@@ -1648,6 +1704,7 @@ def main(argv=None):
                 parser.add_argument(flag, type=float, help="of the whole run")
             return show_scaling(**vars(parser.parse_args(argv[1:])))
         if argv[0] == "published":
+            argparse.ArgumentParser(prog="plan.py published").parse_args(argv[1:])
             return show_published()
         return plan_command(build_parser().parse_args(argv))
     except BrokenPipeError:  # the reader of a pipe has seen enough

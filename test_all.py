@@ -2276,7 +2276,7 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(train_text, tmp_path
 
 @pytest.mark.parametrize("flags, words", [
     (["--tp", "2"], "tp 2 = 2 does not divide the 1 ranks"),
-    (["--dp", "2"], "= 2 ranks, and 1 were started"), (["--tp", "0"], "at least 1"),
+    (["--dp", "2"], "= 2 ranks, and there are 1"), (["--tp", "0"], "at least 1"),
     (["--fsdp", "2"], "does not divide the 1 ranks"), (["--fsdp", "0"], "at least 1"),
     (["--dp", "0"], "at least 1"), (["--check-parity", "--eval-only"], "--eval-only out"),
     (["--collective-timeout", "1e30"], "at most 1e9"), (["--pp-schedule", "zb-v"], "--pp N"),
@@ -2660,7 +2660,7 @@ def test_expert_axes_are_carved_from_the_same_ranks():
 
 
 @pytest.mark.parametrize("world, sizes, words", [
-    (4, dict(dp=3), "dp 3 x fsdp 1 x cp 1 x tp 1 = 3 ranks, and 4 were started"),
+    (4, dict(dp=3), "dp 3 x fsdp 1 x cp 1 x tp 1 = 3 ranks, and there are 4"),
     (4, dict(fsdp=3), "fsdp 3 x cp 1 x tp 1 = 3 does not divide the 4 ranks"),
     (4, dict(fsdp=4, ep=3), "ep 3 x etp 1 must divide fsdp x cp x tp = 4"),
     (8, dict(fsdp=2, tp=4, ep=2, etp=2), "etp must be 1 or tp = 4")])
@@ -2672,9 +2672,9 @@ def test_a_layout_that_does_not_multiply_is_refused_with_the_product(world, size
 
 def test_sizes_that_are_offered_instead_are_the_nearest_and_are_taken():
     assert collectives.nearest_sizes(8, dict(pp=1, fsdp=1, cp=1, tp=3)) == (
-        "start a multiple of 3 ranks with torchrun, or use --tp 4; or --tp 2; or --tp 8")
+        "take a multiple of 3 ranks, or use --tp 4; or --tp 2; or --tp 8")
     assert collectives.nearest_sizes(8, dict(pp=1, dp=3, fsdp=1, cp=1, tp=2)) == (
-        "start 6 ranks with torchrun, or use --dp 4; or --dp 2 --tp 4; or --dp 2 --cp 2")
+        "take 6 ranks, or use --dp 4; or --dp 2 --tp 4; or --dp 2 --cp 2")
     for world, pp, dp, tp in itertools.product((1, 6, 7, 16), (1, 3), (None, 2, 5), (2, 4)):
         wanted = dict(pp=pp, dp=dp, tp=tp)
         try:
@@ -5151,15 +5151,64 @@ def test_a_long_schedule_takes_what_its_whole_simulation_takes():
                                    batch_size=44, micro_batch_size=1, override=["n_layers=8"])
         times = [plan_file.StageTime(1.0 + 0.1 * s, 1.2, 0.8 + 0.4 * (s == 2), {})
                  for s in range(len(plan.placement))]
-        assert plan_file.pipeline_time(plan, times) == pytest.approx(
-            plan_file.timeline(plan, times, 44)["makespan"], rel=1e-2), name
+        short = [plan_file.StageTime(0.3 * t.F, 0.3 * t.I, 0.3 * t.W, {}) for t in times]
+        for last in (times, short):
+            assert plan_file.pipeline_time(plan, (times, last)) == pytest.approx(
+                plan_file.timeline(plan, (times, last), 44)["makespan"], rel=1e-2), name
 
 
-def test_a_stages_costs_are_its_own_in_a_simulation():
-    """p = 2, m = 1: the ends wait for each other, so the time is the sum of all."""
-    lists, placement = pipeline.make_schedule("1f1b", 2, 1)
-    costs = [{"F": 1, "I": 2, "W": 3}, {"F": 10, "I": 20, "W": 30}]
-    assert max(line[-1][2] for line in pipeline.simulate(lists, placement, costs)) == 66
+def test_a_stages_and_a_microbatchs_costs_are_its_own_in_a_simulation():
+    """p = 2, m = 1: the ends wait for each other, so the time is the sum of all. p = 1: of both."""
+    stages = [{"F": 1, "I": 2, "W": 3}, {"F": 10, "I": 20, "W": 30}]
+    for p, m, costs in ((2, 1, lambda stage, i: stages[stage]), (1, 2, lambda stage, i: stages[i])):
+        times = pipeline.simulate(*pipeline.make_schedule("1f1b", p, m), costs)
+        assert max(line[-1][2] for line in times) == 66
+
+
+def test_a_short_last_microbatch_takes_its_share():
+    for model in ("llama3-8b", "llama2-7b"):
+        found = [plan_file.estimate(plan_file.make_plan(
+            model, 8, fsdp=8, seq_len=4096, batch_size=8 * rows, micro_batch_size=4))[1]
+            for rows in (5, 8)]
+        for what in ("matrix products", "attention"):
+            assert found[0][what] / found[1][what] == pytest.approx(5 / 8)
+
+
+@pytest.mark.parametrize("zero, expected", [
+    (0, {("data", "gradients"): 2 * 15 / 16}), (1, {("shard", "parameters"): 3 / 4, (
+        "shard", "gradients"): 3 / 4, ("dp", "gradients"): 2 / 4 * 3 / 4}),
+    (2, {("shard", "parameters"): 3 / 4, ("shard", "gradients"): 8 * 3 / 4,
+         ("dp", "gradients"): 2 / 4 * 3 / 4}),
+    (3, {("shard", "parameters"): 16 * 3 / 4, ("shard", "gradients"): 8 * 3 / 4,
+         ("dp", "gradients"): 2 / 4 * 3 / 4})])
+def test_replicas_of_shards_of_older_families_send_zeros_volumes(zero, expected):
+    """dp 4 x fsdp 4 and 8 microbatches, in units of the parameters' bytes in 16 bits."""
+    plan = plan_file.make_plan("gpt3-1.3b", 16, dp=4, fsdp=4, zero=zero, seq_len=2048,
+                               batch_size=128, micro_batch_size=1)
+    sent = plan_file.data_bytes(plan, plan.mesh())
+    each = 2 * plan.config.parameters()
+    assert {key: number / each for key, number in sent.items()} == pytest.approx(expected)
+
+
+def test_older_families_keep_more_in_float32():
+    """Of the recomputation paper's 34 s b h two bytes are masks and the rest 16 numbers, of its 5 a
+    s^2 b one; a block keeps its input alone when all of it is repeated."""
+    c = plan_file.FAMILIES["gpt3-1.3b"]
+    for dtype, width in (("bf16", 2), ("fp32", 4)):
+        for recompute, expected in (
+                ("none", 2048 * c.dim * (16 * width + 2) + (2 * width + 1) * 16 * 2048 ** 2),
+                ("full", 2048 * c.dim * width)):
+            plan = plan_file.make_plan("gpt3-1.3b", 1, dtype=dtype, recompute=recompute,
+                                       seq_len=2048, batch_size=1, micro_batch_size=1)
+            assert sum(plan_file.kept_by_shape(plan, "dense", 1)[0].values()) == expected
+
+
+def test_a_plan_in_float32_takes_the_time_of_its_peak():
+    steps = {dtype: plan_file.estimate(plan_file.make_plan(
+        "llama3-8b", 8, fsdp=8, seq_len=4096, batch_size=8, micro_batch_size=1, dtype=dtype))[1]
+        for dtype in ("bf16", "fp32")}
+    assert steps["fp32"]["matrix products"] / steps["bf16"]["matrix products"] == pytest.approx(
+        989 / 67)
 
 
 @pytest.mark.parametrize("flops, expected", [
@@ -5234,7 +5283,21 @@ def test_a_search_finds_plans_that_fit_and_beats_what_a_person_might_try(capsys)
     ("llama3-8b --gpus 8 --seq-len 9000", "override max_seq_len=9000"),
     ("llama3-8b --gpus 0", "--gpus 0 must be at least 1"),
     ("llama3-405b --gpus 8 --search", "nothing fits"),
-    ("scaling", "scaling needs --flops"), ("scaling --flops -1", "--flops -1")])
+    ("llama3-8b --gpus 8 --tp 3 --search", "does not divide the 8 ranks"),
+    ("llama3-8b --gpus 8 --seq-len 9000 --search", "override max_seq_len=9000"),
+    ("palm-540b --gpus 8 --cp 2 --search", "--cp: palm-540b is a row of a table"),
+    ("gpt5 --gpus 8 --search", "unknown model 'gpt5'"),
+    ("gpt3-13b --gpus 8 --seq-len 4096", "the 2048 positions that gpt3-13b has learned"),
+    ("llama3-8b --gpus 8 --dtype fp64", "use fp32, bf16 or fp16"),
+    ("palm-540b --gpus 8 --gpu tpu-v4 --dtype fp32", "use bf16 or fp16"),
+    ("llama3-8b --gpus 8 --tokens nan", "--tokens nan"),
+    ("llama3-8b --gpus 8 --tokens 0", "--tokens 0"),
+    ("llama3-8b --gpus 8 --svg nowhere/mesh.svg", "--svg nowhere/mesh.svg"),
+    ("llama3-8b --gpus 8 --override num_experts=8", "no block has experts"),
+    ("llama3-8b --gpus 8 --override n_layers=4", "give both"),
+    ("scaling", "scaling needs --flops"), ("scaling --flops -1", "--flops -1"),
+    ("scaling --flops 1e40", "no law was fitted"),
+    ("scaling --flops 1e22 --params 1e9", "leave --flops out, or the other")])
 def test_plans_that_cannot_be_are_refused_in_one_line(flags, words, capsys):
     assert plan_file.main(flags.split()) == 2
     said = capsys.readouterr().err
