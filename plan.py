@@ -190,8 +190,8 @@ def kept_by_shape(plan, kind, sequences):
     """2205.05198, equations 1 to 6: s b h (34 + 5 a s / h) in 16 bits, of which tensor parallelism
     cuts all but 10, sequence parallelism those too. The 34 is 16 numbers and the bytes of two
     dropout masks, the 5 two numbers and one; of the 16 twice the MLP's width over h, thrice if it
-    is gated, with one more of its own. Returns {what: bytes}, and those that wait for W (2401.10241,
-    table 1: 32 of 34)."""
+    is gated, with one more of its own. Returns {what: bytes}, and those that wait for W
+    (2401.10241, table 1: 32 of 34)."""
     c, a, t, w = plan.config, plan.args, plan.args.tp, plan.width
     sbh = a.seq_len * sequences * c.dim
     whole = 1 if "no_sp" in plan.ways else t
@@ -1053,8 +1053,8 @@ def search(name, gpus, gpu, given, flags):
             break
         best += [(estimate(plan), plan)] if fits(plan) else []
     print(f"{len(tried):,} plans tried; {len(found):,} have room on their first two pipeline ranks "
-          "and the last. Not tried unless given: --zero 2 and 3 with pp, --etp, --cp-method, gpipe, "
-          "zb-h1 and dualpipe-v, microbatches of more than 8")
+          "and the last. Not tried unless given: --zero 2 and 3 with pp, --etp, --cp-method, "
+          "gpipe, zb-h1 and dualpipe-v, microbatches of more than 8")
     if not best:
         raise ValueError(f"nothing fits: {name} on {gpus} x {gpu} with {GPUS[gpu].memory} GB each; "
                          "use more GPUs, a smaller --batch-size, or fewer fixed flags")
@@ -1672,8 +1672,8 @@ def plan_command(args):
     for flag in ("trace", "svg"):
         path = getattr(args, flag)
         if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
-            raise ValueError(f"--{flag} {path}: can't write a file there; give its name in a folder "
-                             "that exists")
+            raise ValueError(f"--{flag} {path}: can't write a file there; give one in a folder that "
+                             "exists")
     if args.search:
         best = search(args.model, args.gpus, args.gpu, *flags_of(args))
         for place, ((step, parts), plan) in enumerate(best, 1):
