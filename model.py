@@ -129,8 +129,8 @@ class ModelConfig:
                       "rotated: use qk_nope_head_dim=0 (not {qk_nope_head_dim}) and "
                       "qk_rope_head_dim={v_head_dim} (not {qk_rope_head_dim})")
         refuse_if(self.n_dense_layers > self.n_layers,
-                  "n_dense_layers={n_dense_layers} is more than n_layers={n_layers}; give both (for a "
-                  "model without experts the same number)")
+                  "n_dense_layers={n_dense_layers} is more than n_layers={n_layers}; give both "
+                  "(for a model without experts the same number)")
         refuse_if(self.original_seq_len < self.max_seq_len and self.rope_factor < 1,
                   "rope_factor={rope_factor} must be at least 1")
         if self.num_experts:

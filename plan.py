@@ -1672,8 +1672,8 @@ def plan_command(args):
     for flag in ("trace", "svg"):
         path = getattr(args, flag)
         if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
-            raise ValueError(f"--{flag} {path}: can't write a file there; give one in a folder that "
-                             "exists")
+            raise ValueError(f"--{flag} {path}: can't write a file there; give one in a folder "
+                             "that exists")
     if args.search:
         best = search(args.model, args.gpus, args.gpu, *flags_of(args))
         for place, ((step, parts), plan) in enumerate(best, 1):
