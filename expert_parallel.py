@@ -41,9 +41,9 @@ Course: 18:36:24 expert parallelism, 19:01:56 all-to-all dispatch and combine, 1
     python expert_parallel.py --bench    beside once per expert, and beside all experts everywhere
 """
 import argparse
+import collections
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 
@@ -361,12 +361,15 @@ def expected_copies(config, ep):
     over all choices that the router could make: the derivation is in the module docstring."""
     c, local = config, config.num_experts // ep
     size, total = c.num_experts // c.n_group, 0.0
+    reach = size * c.topk_group
     for rank in range(ep):
-        groups = [e // size for e in range(rank * local, (rank + 1) * local)]
-        for chosen in itertools.combinations(range(c.n_group), c.topk_group):
-            reach = size * c.topk_group
-            others = reach - sum(groups.count(g) for g in chosen)
-            total += 1 - math.comb(others, c.top_k) / math.comb(reach, c.top_k)
+        mine = collections.Counter(e // size for e in range(rank * local, (rank + 1) * local))
+        ways = collections.Counter({(0, 0): 1})  # (groups chosen, this rank's experts in them)
+        for group in range(c.n_group):
+            for (chosen, experts), number in list(ways.items()):
+                ways[chosen + 1, experts + mine[group]] += number
+        total += sum(number * (1 - math.comb(reach - experts, c.top_k) / math.comb(reach, c.top_k))
+                     for (chosen, experts), number in ways.items() if chosen == c.topk_group)
     return total / math.comb(c.n_group, c.topk_group)
 
 

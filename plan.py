@@ -189,9 +189,10 @@ FAMILIES = {
 def kept_by_shape(plan, kind, sequences):
     """2205.05198, equations 1 to 6: s b h (34 + 5 a s / h) in 16 bits, of which tensor parallelism
     cuts all but 10, sequence parallelism those too. The 34 is 16 numbers and the bytes of two
-    dropout masks, the 5 two numbers and one; of the 16 twice the MLP's width over h, thrice if it
-    is gated, with one more of its own. Returns {what: bytes}, and those that wait for W
-    (2401.10241, table 1: 32 of 34)."""
+    dropout masks, the 5 two numbers and one. Of the 16 four are q, k, v and what they give, fewer
+    with fewer key/value heads; eight the MLP's, twice its width over h, four times if it is gated;
+    four norms' inputs and outputs, which both halves of a parallel block share. Returns {what: bytes},
+    and those that wait for W (2401.10241, table 1: 32 of 34)."""
     c, a, t, w = plan.config, plan.args, plan.args.tp, plan.width
     sbh = a.seq_len * sequences * c.dim
     whole = 1 if "no_sp" in plan.ways else t
@@ -202,9 +203,10 @@ def kept_by_shape(plan, kind, sequences):
         return {"last norm, head": sbh * 2 * w / whole, "logits": logits}, 0
     if a.recompute == "full":
         return {"input": sbh * w / whole}, 0
-    mlp = (2 + 2 * c.gated) * c.ffn / c.dim
-    found = {"linear layers": sbh * (4 + mlp) * w / t,
-             "norms, inputs, dropout": sbh * (4 * w + 2) / whole}
+    numbers = (2 * (c.heads + c.kv) + (2 + 2 * c.gated) * c.ffn) / c.dim
+    shared = (1 if c.norms == 4 else 2) * c.parallel
+    found = {"linear layers": sbh * numbers * w / t,
+             "norms, inputs, dropout": sbh * ((4 - shared) * w + 2) / whole}
     if a.recompute == "none":
         found["scores"] = (2 * w + 1) * c.n_heads * a.seq_len ** 2 * sequences / t
     return found, sum(found.values()) * 16 * w / (16 * w + 2)
@@ -257,6 +259,10 @@ class Plan:
         self.peak = PEAKS.get(self.width, {}).get(gpu.name)  # TFLOP/s, None where not known
         self.tokens = args.batch_size * args.seq_len
         rows, size = args.batch_size // (args.dp * args.fsdp), args.micro_batch_size
+        if rows > 10000 * size:
+            raise ValueError(f"--batch-size {args.batch_size:,} is {-(-rows // size):,} "
+                             "microbatches a rank; a plan takes at most 10,000: more of --micro-batch-size, dp "
+                             "or fsdp, or a smaller batch")
         # the sizes, in sequences, of a rank's microbatches of a step; the last may be smaller
         self.microbatches = [min(size, rows - first) for first in range(0, rows, size)]
         self.placement = pipeline.place_stages(args.pp_schedule, args.pp, args.virtual_stages,
@@ -301,15 +307,17 @@ def make_plan(name, gpus, gpu="h100", override=(), ways=None, **flags):
     if name in PRESETS:
         check_model(args, config)
     else:
-        for flag, wrong in (("--override", override), ("--cp", args.cp > 1), ("--ep", args.ep > 1)):
+        for flag, wrong in (("--override", override), ("--cp", args.cp > 1), ("--ep", args.ep > 1),
+                            ("--etp", args.etp != args.tp)):
             if wrong:
                 raise ValueError(f"{flag}: {name} is a row of a table, dense and without cp; leave "
                                  f"{flag} out or use a model that quintet builds")
         if config.positions and args.seq_len > config.seq_len:
             raise ValueError(f"--seq-len {args.seq_len} is longer than the {config.seq_len} "
-                             f"positions that {name} has learned")
+                             f"positions that {name} has learned; use at most that")
         if config.n_heads % args.tp:
-            raise ValueError(f"--tp {args.tp} does not divide the {config.n_heads} heads of {name}")
+            raise ValueError(f"--tp {args.tp} does not divide the {config.n_heads} heads of "
+                             f"{name}; use {one_of(divisors(math.gcd(config.n_heads, gpus)))}")
         check_schedule(args, config)
     return Plan(name, config, args, GPUS[gpu], ways or {})
 
@@ -705,8 +713,10 @@ def pipeline_bytes(plan, mesh):
     messages = sum((here == rank) + (there == rank)
                    for here, there in zip(placement, placement[1:]) if here != there)
     found = {("pp", "hidden states"): messages * message_bytes(plan, mesh, sum(plan.microbatches))}
-    ends = {placement[0], placement[-1]}
-    if not plan.old and plan.config.tie_embeddings and len(ends) == 2 and rank in ends:
+    ends, c = {placement[0], placement[-1]}, plan.config
+    if len(ends) == 2 and rank in ends and plan.old and c.tied:
+        found["pp", "tied embedding"] = plan.width * c.vocab_size * c.dim / plan.args.tp
+    elif len(ends) == 2 and rank in ends and not plan.old and c.tie_embeddings:
         found["pp", "tied embedding"] = plan.wide * sum(
             m.numel() for m in masters_of(plan, mesh, cut_here(plan, mesh)["embed"]))
     return found
@@ -943,7 +953,7 @@ def pipeline_time(plan, times, simulated=True):
             a.pp_schedule, a.pp / len(plan.placement))
         return max(work) + (sum(each) - max(each)) * share
     few = 2 * a.pp + m % a.pp
-    if m <= few + a.pp:
+    if m <= max(few + a.pp, 64):
         return timeline(plan, times, m)["makespan"]
     first, then = (timeline(plan, times, n)["makespan"] for n in (few, few + a.pp))
     return max(first + (m - few) * max((then - first) / a.pp, max(each)), max(work))
@@ -1011,7 +1021,9 @@ def candidates(name, gpus, gpu, given, flags):
         rest, odd = divmod(gpus, pp * tp * cp)
         if odd or rest * tp * cp % ep:
             continue
-        shards = [rest // given["dp"]] if "dp" in given else sorted({rest, min(rest, node)})
+        shards = sorted({rest, min(rest, node)})
+        if "dp" in given:
+            shards = [rest // given["dp"]] * (rest % given["dp"] == 0)
         schedules = [("1f1b", 1)] + [("interleaved", v) for v in (2, 4)
                                      if pp * v <= config.n_layers] + [("zb-v", 1)]
         if "pp_schedule" in given or pp == 1:
@@ -1033,7 +1045,7 @@ def search(name, gpus, gpu, given, flags):
             wanted = {**flags, "micro_batch_size": micro, "recompute": recompute, **layout}
             key = tuple(sorted((flag, str(x)) for flag, x in wanted.items()))
             if key in tried:
-                continue
+                break
             tried.add(key)
             try:
                 plan = make_plan(name, gpus, gpu, **wanted)
@@ -1081,32 +1093,58 @@ def show_plan(plan, tokens=None, explain=False):
     print(f"{plan.name} on {plan.world_size:,} x {plan.gpu.name}: {layout_text(plan)}")
     print(f"{a.batch_size:,} sequences of {a.seq_len:,} a step, {plan.tokens / 1e6:,.1f} M tokens; "
           f"{len(plan.microbatches):,} microbatches a rank; {a.dtype}")
-    show_memory(plan)
-    show_traffic(plan)
+    if plan.old:
+        print("by the formulas of its time: gradients travel in 16 bits; dropout masks and, "
+              "without recompute, scores are kept; attention's FLOPs are counted over all positions")
+    fullest_rank = show_memory(plan)
+    show_stages(plan)
+    show_traffic(plan, fullest_rank)
     show_time(plan, step, parts, tokens)
     if explain:
-        explain_memory(plan)
-        explain_time(plan, step)
+        explain_memory(plan, fullest_rank)
+        explain_traffic(plan, fullest_rank)
+        explain_time(plan, step, parts)
+
+
+def show_rows(plan, title, rows):
+    """A table with a line for each pipeline rank, in a long pipeline for each that differs from the
+    one before; rows: of each rank {column: text}."""
+    named = ["+".join(f"{n} {kind}" if kind in ("dense", "moe") else kind for kind, n
+                      in collections.Counter(kinds_of(plan, r)).items()) for r in range(len(rows))]
+    wide = max(map(len, [title, *named])) + 7
+    print(f"\n{title:{wide}}" + "".join(f" {column:>11}" for column in rows[0]))
+    for r, row in enumerate(rows):
+        if plan.args.pp <= 8 or r in (0, len(rows) - 1) or row != rows[r - 1]:
+            print(f"pp {r:<4}{named[r]:{wide - 7}}" + "".join(f" {x:>11}" for x in row.values()))
 
 
 def show_memory(plan):
-    """A line for each pipeline rank whose numbers differ from the one before."""
-    rows, named = [memory_of(plan, r) for r in range(plan.args.pp)], []
-    for r in range(len(rows)):
-        named.append("+".join(f"{n} {kind}" if kind in ("dense", "moe") else kind for kind, n
-                              in collections.Counter(kinds_of(plan, r)).items()))
-    wide = max(map(len, named)) + 7
-    print(f"\n{'GB':{wide}}" + "".join(f" {kind:>11}" for kind in [*rows[0], "together"]))
-    for r, row in enumerate(rows):
-        if plan.args.pp <= 8 or r in (0, len(rows) - 1) or row != rows[r - 1]:
-            print(f"pp {r:<4}{named[r]:{wide - 7}}" + "".join(
-                f" {gb(number):>11}" for number in [*row.values(), sum(row.values())]))
+    """Of each pipeline rank by kind. Returns the fullest."""
+    rows = [memory_of(plan, r) for r in range(plan.args.pp)]
+    show_rows(plan, "GB", [{what: gb(number) for what, number in {
+        **row, "together": sum(row.values())}.items()} for row in rows])
     most, r = max((sum(row.values()), r) for r, row in enumerate(rows))
     largest = max(rows[r], key=rows[r].get)
     print(f"fullest: pp rank {r}, {gb(most)} of {plan.gpu.memory} GB, most of it {largest}: "
           + ("fits" if most <= FREE * plan.gpu.memory * 1e9 else
              "does not fit (10 % are left for CUDA and the network); try --recompute, --fsdp, more "
              "of the other axes, or --search"))
+    return r
+
+
+def show_stages(plan):
+    """Of each pipeline rank a microbatch's F, I and W, what it works and waits in a step, and what
+    it sends by axis."""
+    times, rows = stage_times(plan), []
+    span, (_, work) = pipeline_time(plan, times), busy_times(plan, times)
+    for r in range(plan.args.pp):
+        mine = [t for t, at in zip(times[0], plan.placement) if at == r]
+        row = {f"{kind} ms": f"{1e3 * sum(getattr(t, kind) for t in mine):,.2f}" for kind in "FIW"}
+        row.update({"busy s": f"{work[r]:,.3f}", "bubble s": f"{span - work[r]:,.3f}"})
+        sent = by_axis(bytes_sent(plan, plan.stage_mesh(r).rank))
+        rows.append({**row, **{f"{axis} GB": gb(sent.get(axis, 0)) for axis in AXES}})
+    used = [column for column in rows[0] if any(row[column] != gb(0) for row in rows)]
+    show_rows(plan, "time, and what is sent", [{c: row[c] for c in used} for row in rows])
 
 
 # the collective behind a line of traffic; of most it is an all-gather and a reduce-scatter
@@ -1116,10 +1154,15 @@ OPERATIONS = {"parameters": "all-gather", "hidden states": "send", "ep tokens": 
               "gradients": "all-reduce", "ring": "ring", "ulysses": "all-to-all"}
 
 
-def show_traffic(plan):
-    """Bytes and time by axis and operation, of the first rank of the first pipeline rank."""
-    print(f"\n{'sent by rank 0 in a step':46}{'GB':>12}{'link':>9}{'seconds':>10}")
-    for (axis, what), number in sorted(bytes_sent(plan).items(), key=lambda item: -item[1]):
+AXES = ("pp", "dp", "data", "shard", "cp", "tp", "ep", "etp", "efsdp", "edata", "world")
+
+
+def show_traffic(plan, pp_rank):
+    """Bytes and time by axis and operation, of the first rank of a pipeline rank's."""
+    rank = plan.stage_mesh(pp_rank).rank
+    print(f"\n{f'sent by rank {rank:,} (pp {pp_rank}) in a step':46}{'GB':>12}{'link':>9}"
+          f"{'seconds':>10}")
+    for (axis, what), number in sorted(bytes_sent(plan, rank).items(), key=lambda item: -item[1]):
         key = plan.args.cp_method if (axis, what) == ("cp", "attention") else what
         operation = OPERATIONS.get(f"{axis} {what}") or OPERATIONS.get(key) or (
             "all-gather, reduce-scatter")
@@ -1131,7 +1174,8 @@ def show_traffic(plan):
 
 def show_time(plan, step, parts, tokens):
     """The step, in parts of the slowest rank, and what follows from it."""
-    print(f"\n{'the slowest rank':40}{'seconds':>10}{'share':>8}")
+    work = busy_times(plan, stage_times(plan))[1]
+    print(f"\n{f'the slowest rank, pp {work.index(max(work))}':40}{'seconds':>10}{'share':>8}")
     order = sorted((what for what in parts if parts[what] > 0), key=parts.get, reverse=True)
     for what in order:
         print(f"{what:40}{parts[what]:10.3f}{parts[what] / step:8.1%}")
@@ -1153,10 +1197,33 @@ def show_time(plan, step, parts, tokens):
                                           for method in sorted(steps, key=steps.get)))
 
 
-def explain_memory(plan):
-    """Where did all the memory go: each number with its formula, of the fullest rank."""
-    a, r = plan.args, fullest(plan)[1]
-    mesh = plan.stage_mesh(r)
+# what --explain says of each kind: T tokens of whole sequences in a microbatch, S of the sequence
+# shard, w bytes of a number, W of one that sums up, h and g heads and key/value heads of a tp rank
+KEPT = {
+    "attention norm": "S (dim x w, once more where a layer reads the output, + W)",
+    "ffn norm": "S (dim x w, once more where a layer reads the output, + W)",
+    "last norm": "S (dim x w + W)", "gradients of the loss": "(S + vocabulary / tp) dim x w",
+    "lse": "T h W", "gathered input": "T dim w", "gathered ffn input": "T dim w",
+    "rotations": "positions x rope x 2 W", "rotation table": "positions x rope x W",
+    "q, k, v, out": "T w head (2 h + 2 g)", "q, out": "T h (dk + dv) w",
+    "k, v": "T h (dk + nope + dv) w, or values as wide as keys", "blocks": "T (latent + rope) w",
+    "latents": "norms of T x (kv_lora_rank, q_lora_rank), T x rope x w",
+    "SwiGLU": "T inter_dim / tp x 3 w (2 w: selective)", "input": "S dim w",
+    "shared experts": "T shared x moe_inter_dim / tp x 3 w (2 w: selective)",
+    "router": "S (experts (W + 8) + top_k (2 W + w)) and, in 16 bits, (S + experts) dim W",
+    "experts": "rows (2 dim + 3 moe_inter_dim) w (2: selective); rows = tokens x top_k",
+    "indices": "rows x 16; sent over ep, rows (36 + 8 top_k)",
+    "hidden states received": "S dim w", "messages": "S dim w, sent and not yet read, or coming",
+    "left for W": "inputs and output gradients of layers whose W is still to come",
+    "linear layers": "s b (2 (heads + kv) + (2, gated 4) ffn) w / tp",
+    "norms, inputs, dropout": "s b dim (4 w + 2)", "scores": "heads s^2 b (2 w + 1) / tp; "
+    "on a CPU heads s^2 b w / tp", "dropout mask": "s b dim", "last norm, head": "2 s b dim w",
+    "logits": "s b vocabulary W / tp"}
+
+
+def explain_memory(plan, r):
+    """Where did all the memory go: each number with its formula, of a pipeline rank."""
+    a, mesh = plan.args, plan.stage_mesh(r)
     held, kept, n = held_bytes(plan, mesh), activation_bytes(plan, mesh), mesh["shard"].size
     print(f"\nwhere the memory goes, pp rank {r}: P = {parameters_of(plan, r):,.0f} parameters in "
           "its stages" + f", shared by N = {n}" * (a.zero > 0))
@@ -1171,7 +1238,7 @@ def explain_memory(plan):
     print(f"  {'activations':26}{gb(sum(kept.values())):>10} GB   at the fullest moment of its "
           "schedule, of which")
     for what, number in sorted(kept.items(), key=lambda item: -item[1]):
-        print(f"    {what:24}{gb(number):>10} GB")
+        print(f"    {what:24}{gb(number):>10} GB   {KEPT[what]}")
     for kind in sorted(set(kinds_of(plan, r))):
         found, later = kept_bytes(plan, kind, mesh, plan.microbatches[0])
         terms = [f"{what} {number / 1e6:,.1f}" for what, number in found.items() if number]
@@ -1179,8 +1246,35 @@ def explain_memory(plan):
               + (" + ".join(terms) or "nothing") + f"; {later / 1e6:,.1f} wait for W" * (later > 0))
 
 
-def explain_time(plan, step):
-    """The time of one layer with its numbers."""
+def explain_traffic(plan, pp_rank):
+    """The formula of each line of traffic. N: ranks of the axis."""
+    a, m, mesh = plan.args, len(plan.microbatches), plan.stage_mesh(pp_rank)
+    w, again = plan.width, " and once more in a repeated forward" * (a.recompute == "full")
+    wide = w if plan.old else plan.wide
+    gradients = f"2 (N-1)/N x {wide} B a number, once a step"
+    scattered = f"(N-1)/N x {wide} B a number, " + ("once a step" if a.zero < 2 else
+                                                    f"for each of {m:,} microbatches")
+    text = {"shard parameters": f"(N-1)/N x {w} B a number, a gather", "shard gradients": scattered,
+            "pp hidden states": f"S dim x {w} B for each stage next door, microbatch and way",
+            "pp tied embedding": "the matrix's gradient, to the other end",
+            "cp attention": "others' latents, or keys and values, and the gradients of them",
+            "cp balance": "counts of experts by sequence",
+            "tp latents of cp": "(N-1)/N of the latents that cp brings",
+            "ep tokens": f"8 B a rank, then each row sent dim x {w} B with gates and ids, forward "
+            "and backward" + again, "etp tokens": "rows gathered, results scattered",
+            "tp gradients": f"2 (N-1)/N x {plan.wide} B a number that is a partial sum",
+            "tp head": "the head's input and its gradient, two sums a token"}
+    print(f"\nwhat is sent, pp rank {pp_rank}; one collective of T tokens over tp is "
+          f"(N-1)/N x T dim x {w} B: two a half of a block forward, two backward{again}")
+    for axis, what in sorted(bytes_sent(plan, mesh.rank)):
+        name = f"{axis} {what}".replace("efsdp", "shard")
+        formula = text.get(name) or (gradients if what == "gradients" else
+                                     "8 B a sum" if axis == "world" else "collectives as above")
+        print(f"  {f'{axis} {what}':26}N = {line_of(plan, axis)[1]:<6}{formula}")
+
+
+def explain_time(plan, step, parts):
+    """The time of one layer with its numbers, and what a step is the sum of."""
     print(f"\nwhere the time goes; {plan.gpu.name}: {plan.peak:g} TFLOP/s x {PRODUCTS} for "
           f"products, x {SCORES} for attention; {plan.gpu.bandwidth} TB/s x {MEMORY}; links "
           f"{plan.gpu.inside} and {plan.gpu.outside} GB/s x {NETWORK}")
@@ -1190,8 +1284,17 @@ def explain_time(plan, step):
         kept = sum(kept_bytes(whole, kind, mesh, size)[0].values())
         print(f"  {kind:7}forward of a microbatch: {products / 1e12:.3f} TFLOP of products, "
               f"{scores / 1e12:.3f} of attention, {TOUCHES} x {kept / 1e9:.3f} GB touched")
-    for stage, t in enumerate(stage_times(plan)[0][:2]):
-        print(f"  stage {stage}: F {t.F * 1e3:.2f} ms, I {t.I * 1e3:.2f} ms, W {t.W * 1e3:.2f} ms")
+    print("  F = products + attention + touched; I = products + attention "
+          f"x {2 if plan.old else 2.5} + touched x 1.5 + recompute; W = products + touched x 0.5; "
+          "and the traffic of each")
+    print(f"  traffic that compute can hide costs max(traffic - compute, 0) + {1 - OVERLAP:.2f} x "
+          "min(traffic, compute), any other all of it")
+    print("  optimizer = (3 x its state + 2 x gradients) / memory's bandwidth = "
+          f"{parts['optimizer']:.4f} s")
+    span = step - parts["gradients, parameters"] - parts["optimizer"]
+    print(f"  step = the schedule's {span:.3f} s (the slowest rank's "
+          f"{span - parts['bubble']:.3f} of work and {parts['bubble']:.3f} of bubble) + gradients and parameters "
+          f"{parts['gradients, parameters']:.3f} + optimizer")
     print(f"  MFU = tokens/s x {model_flops(plan) / 1e9:,.1f} GFLOP a token / (GPUs x peak) = "
           f"{mfu(plan, step):.1%}")
 
@@ -1626,7 +1729,8 @@ def build_parser():
     """The flags of a plan. Those of the layout have no default here: what was given is fixed for
     --search."""
     parser = argparse.ArgumentParser(
-        prog="plan.py", description="Plan a training run: memory, traffic, time. Also: plan.py "
+        prog="plan.py", usage="plan.py MODEL --gpus N [flags] | published | scaling --flops C; "
+        "-h lists them", description="Plan a training run: memory, traffic, time. Also: plan.py "
         "published, plan.py scaling --flops C.")
     parser.add_argument("model", help="a preset of train.py, or an older family: "
                         + ", ".join(FAMILIES))
@@ -1657,7 +1761,8 @@ def flags_of(args):
             raise ValueError(f"--{flag.replace('_', '-')} {x} must be at least 1")
     if args.tokens is not None and not 0 < args.tokens < math.inf:
         raise ValueError(f"--tokens {args.tokens:g} must be more than 0")
-    usual = FAMILIES[args.model].seq_len if args.model in FAMILIES else 4096
+    config = config_of(args.model, args.override)
+    usual = config.seq_len if args.model in FAMILIES else min(4096, config.max_seq_len)
     flags = {"seq_len": usual, "micro_batch_size": 1, "override": args.override, **given}
     rows = max(1, round(4 * 2 ** 20 / flags["seq_len"] / args.gpus)) * args.gpus
     return given, {"batch_size": rows, **flags}
@@ -1671,9 +1776,12 @@ def plan_command(args):
     """Plan, or search and then plan the best. Returns the exit code."""
     for flag in ("trace", "svg"):
         path = getattr(args, flag)
-        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
+        if path is not None and (not path or os.path.isdir(path) or not os.access(
+                os.path.dirname(path) or ".", os.W_OK)):
             raise ValueError(f"--{flag} {path}: can't write a file there; give one in a folder "
                              "that exists")
+    if args.trace and args.trace == args.svg:
+        raise ValueError(f"--trace and --svg are the same file, {args.svg}; give two")
     if args.search:
         best = search(args.model, args.gpus, args.gpu, *flags_of(args))
         for place, ((step, parts), plan) in enumerate(best, 1):

@@ -5190,6 +5190,15 @@ def test_replicas_of_shards_of_older_families_send_zeros_volumes(zero, expected)
     assert {key: number / each for key, number in sent.items()} == pytest.approx(expected)
 
 
+def test_both_ends_of_an_older_familys_pipeline_sum_the_tied_matrix():
+    """An all-reduce of two ranks sends the bytes of the matrix's tp part once: V h / t in 16 bits."""
+    plan = plan_file.make_plan("bloom-176b", 384, "a100", tp=4, pp=12, fsdp=8, zero=1, seq_len=2048,
+                               batch_size=2048, micro_batch_size=2)
+    sent = [plan_file.bytes_sent(plan, plan.stage_mesh(r).rank) for r in (0, 1, 11)]
+    assert [s.get(("pp", "tied embedding"), 0) for s in sent] == [
+        x * 250880 * 14336 / 4 * 2 for x in (1, 0, 1)]
+
+
 def test_older_families_keep_more_in_float32():
     """Of the recomputation paper's 34 s b h two bytes are masks and the rest 16 numbers, of its 5 a
     s^2 b one; a block keeps its input alone when all of it is repeated."""
@@ -5254,6 +5263,7 @@ def test_deepseek_v3_is_planned_with_its_published_numbers(capsys):
     said = capsys.readouterr().out
     assert code == 0 and "120 microbatches a rank" in said and ": fits" in said
     assert "250.4 GFLOP a token" in said and "efsdp 2 x ep 64" in said and "GPU-hours" in said
+    assert all(f"pp {r:<4}" in said.split("time, and what is sent")[1] for r in (0, 1, 2, 15))
     v3 = plan_file.make_plan("deepseek-v3", 2048, "h800", pp=16, ep=64, fsdp=128, seq_len=4096,
                              batch_size=15360, micro_batch_size=1)
     with torch.device("meta"):
@@ -5268,6 +5278,9 @@ def test_a_search_finds_plans_that_fit_and_beats_what_a_person_might_try(capsys)
     said = capsys.readouterr().out
     best = float(re.search(r"1\. .*: ([\d.]+) s a step", said).group(1))
     assert "plans tried" in said and said.count(" s a step, MFU") == 3 and ": fits" in said
+    assert plan_file.main("llama3-8b --gpus 64 --fsdp 64 --zero 1 --batch-size 256 --search "
+                          "--micro-batch-size 1 --pp 1 --tp 1".split()) == 0
+    assert capsys.readouterr().out.count(" s a step, MFU") == 1  # one layout, with least recompute
     for flags in ({"fsdp": 16}, {"tp": 8, "fsdp": 2}, {"pp": 4, "fsdp": 4}):
         plan = plan_file.make_plan("llama3-8b", 16, "a100", seq_len=4096, batch_size=1024,
                                    micro_batch_size=1, recompute="full", **flags)
@@ -5284,6 +5297,11 @@ def test_a_search_finds_plans_that_fit_and_beats_what_a_person_might_try(capsys)
     ("llama3-8b --gpus 0", "--gpus 0 must be at least 1"),
     ("llama3-405b --gpus 8 --search", "nothing fits"),
     ("llama3-8b --gpus 8 --tp 3 --search", "does not divide the 8 ranks"),
+    ("llama3-8b --gpus 8 --dp 3 --search", "and there are 8"),
+    ("gpt3-13b --gpus 8 --tp 8 --etp 1", "--etp: gpt3-13b is a row of a table"),
+    ("gpt3-175b --gpus 5 --tp 5", "use 1"),
+    ("llama3-8b --gpus 1 --batch-size 100000000", "a plan takes at most 10,000"),
+    ("llama3-8b --gpus 8 --svg a --trace a", "the same file"),
     ("llama3-8b --gpus 8 --seq-len 9000 --search", "override max_seq_len=9000"),
     ("palm-540b --gpus 8 --cp 2 --search", "--cp: palm-540b is a row of a table"),
     ("gpt5 --gpus 8 --search", "unknown model 'gpt5'"),
