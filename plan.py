@@ -191,8 +191,8 @@ def kept_by_shape(plan, kind, sequences):
     cuts all but 10, sequence parallelism those too. The 34 is 16 numbers and the bytes of two
     dropout masks, the 5 two numbers and one. Of the 16 four are q, k, v and what they give, fewer
     with fewer key/value heads; eight the MLP's, twice its width over h, four times if it is gated;
-    four norms' inputs and outputs, which both halves of a parallel block share. Returns {what: bytes},
-    and those that wait for W (2401.10241, table 1: 32 of 34)."""
+    four norms' inputs and outputs, which both halves of a parallel block share. Returns
+    {what: bytes}, and those that wait for W (2401.10241, table 1: 32 of 34)."""
     c, a, t, w = plan.config, plan.args, plan.args.tp, plan.width
     sbh = a.seq_len * sequences * c.dim
     whole = 1 if "no_sp" in plan.ways else t
@@ -261,8 +261,8 @@ class Plan:
         rows, size = args.batch_size // (args.dp * args.fsdp), args.micro_batch_size
         if rows > 10000 * size:
             raise ValueError(f"--batch-size {args.batch_size:,} is {-(-rows // size):,} "
-                             "microbatches a rank; a plan takes at most 10,000: more of --micro-batch-size, dp "
-                             "or fsdp, or a smaller batch")
+                             "microbatches a rank; a plan takes at most 10,000: more of "
+                             "--micro-batch-size, dp or fsdp, or a smaller batch")
         # the sizes, in sequences, of a rank's microbatches of a step; the last may be smaller
         self.microbatches = [min(size, rows - first) for first in range(0, rows, size)]
         self.placement = pipeline.place_stages(args.pp_schedule, args.pp, args.virtual_stages,
@@ -1095,7 +1095,7 @@ def show_plan(plan, tokens=None, explain=False):
           f"{len(plan.microbatches):,} microbatches a rank; {a.dtype}")
     if plan.old:
         print("by the formulas of its time: gradients travel in 16 bits; dropout masks and, "
-              "without recompute, scores are kept; attention's FLOPs are counted over all positions")
+              "without recompute, scores are kept; attention's FLOPs count all positions")
     fullest_rank = show_memory(plan)
     show_stages(plan)
     show_traffic(plan, fullest_rank)
@@ -1293,8 +1293,8 @@ def explain_time(plan, step, parts):
           f"{parts['optimizer']:.4f} s")
     span = step - parts["gradients, parameters"] - parts["optimizer"]
     print(f"  step = the schedule's {span:.3f} s (the slowest rank's "
-          f"{span - parts['bubble']:.3f} of work and {parts['bubble']:.3f} of bubble) + gradients and parameters "
-          f"{parts['gradients, parameters']:.3f} + optimizer")
+          f"{span - parts['bubble']:.3f} of work and {parts['bubble']:.3f} of bubble) + gradients "
+          f"and parameters {parts['gradients, parameters']:.3f} + optimizer")
     print(f"  MFU = tokens/s x {model_flops(plan) / 1e9:,.1f} GFLOP a token / (GPUs x peak) = "
           f"{mfu(plan, step):.1%}")
 

@@ -5191,7 +5191,7 @@ def test_replicas_of_shards_of_older_families_send_zeros_volumes(zero, expected)
 
 
 def test_both_ends_of_an_older_familys_pipeline_sum_the_tied_matrix():
-    """An all-reduce of two ranks sends the bytes of the matrix's tp part once: V h / t in 16 bits."""
+    """An all-reduce of two ranks sends the bytes of the matrix's tp part once, in 16 bits."""
     plan = plan_file.make_plan("bloom-176b", 384, "a100", tp=4, pp=12, fsdp=8, zero=1, seq_len=2048,
                                batch_size=2048, micro_batch_size=2)
     sent = [plan_file.bytes_sent(plan, plan.stage_mesh(r).rank) for r in (0, 1, 11)]
