@@ -227,7 +227,7 @@ def test_ranks_work_together_and_live_on():
 def test_a_rank_that_fails_is_named_and_the_next_test_runs(how, words):
     start = time.monotonic()
     with pytest.raises(RankError, match=f"(?s){words}"):
-        ranks(2, _pool_misbehave, how, timeout=8)
+        ranks(2, _pool_misbehave, how, timeout=5)
     assert time.monotonic() - start < 30
     assert ranks(2, _pool_sum, 1)[0][0] == 11
 
@@ -868,12 +868,12 @@ class _ModelLargest(TorchDispatchMode):
 
 
 def test_full_logits_never_exist():
-    hidden = torch.randn(4096, 4, requires_grad=True)
+    hidden = torch.randn(1024, 4, requires_grad=True)
     weight = torch.randn(2 ** 17, 4, requires_grad=True)
     with _ModelLargest() as seen:
-        loss = model_file.ChunkedCrossEntropy.apply(hidden, weight, torch.zeros(4096).long(), 1.0)
+        loss = model_file.ChunkedCrossEntropy.apply(hidden, weight, torch.zeros(1024).long(), 1.0)
         loss.backward()
-    assert seen.numel <= 2 ** 25 < 4096 * 2 ** 17
+    assert seen.numel <= 2 ** 25 < 1024 * 2 ** 17
 
 
 def test_a_validation_forms_no_gradient_of_the_head():
@@ -2381,6 +2381,38 @@ def test_each_start_of_the_ranks_has_a_part_of_the_store_of_its_own():
     assert not any(old for n, old in found if n == 1), found
 
 
+def test_a_rank_that_finds_no_first_one_gives_up_in_time():
+    with pytest.raises(OSError, match="rank 0 did not start within 0.2 s"):
+        train.meet(dist.HashStore(), 1, 2, 0.2)
+
+
+def test_a_store_that_is_gone_is_said_in_one_line(monkeypatch, capsys):
+    for name, word in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"),
+                       ("MASTER_PORT", str(_free_port())), ("TORCHELASTIC_RUN_ID", "gone"),
+                       ("TORCHELASTIC_USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(name, word)
+    assert train.main(["--collective-timeout", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "no answer from torchrun's store at 127.0.0.1" in said and said.count("train.py:") == 1
+
+
+def test_a_run_whose_torchrun_is_gone_stops_after_the_step(train_text, tmp_path, monkeypatch):
+    run, parents = _train_run(train_text, "--out", str(tmp_path / "out")), [7, 7, 7, 1]
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    assert not train.train(run) and run.step == 3
+    assert checkpoint.newest(tmp_path / "out").name == "step-3"
+
+
+def test_two_runs_do_not_write_into_one_folder(train_text, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    first = train.Logger(_train_run(train_text, "--out", out))
+    flags = _train_flags(train_text, "--out", out, "--steps", "1")
+    assert train.main(flags) == 2 and "another run is writing there" in capsys.readouterr().err
+    first.file.close()
+    assert train.main(flags) == 0
+
+
 def test_init_from_takes_weights_alone_and_eval_only_changes_nothing(train_text, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert train.main(_train_flags(train_text, "--out", out, "--steps", "3")) == 0
@@ -3237,7 +3269,7 @@ def test_key_value_heads_that_tp_can_not_share_are_refused():
 def _tp_equal(rank, n, flags):
     """After some AdamW steps: name -> bytes of the parameters that are whole on every tp rank."""
     run = train.build(*_layout_plan(rank, n, flags), train.quiet)
-    for _ in range(20):
+    for _ in range(8):
         train.train_step(run)
     return {name: master.detach().clone() for name, master in run.owner.named_masters()
             if not collectives.label_of(master).cuts}, dict(run.model.named_buffers())
@@ -4632,7 +4664,7 @@ def _layout_run(rank, n, flags, validate=True):
 
 CHECKPOINT_LAYOUTS = [(1, []), (1, ["--zero", "3"]), (2, ["--dp", "2"]),
                       (2, ["--fsdp", "2", "--zero", "1"]), (3, ["--fsdp", "3", "--zero", "2"]),
-                      (3, ["--fsdp", "3"]), (4, ["--dp", "2", "--fsdp", "2", "--zero", "3"]),
+                      (4, ["--dp", "2", "--fsdp", "2", "--zero", "3"]),
                       (4, ["--fsdp", "4", "--zero", "1"]), (2, ["--tp", "2"]),
                       (4, ["--tp", "2", "--fsdp", "2"]), (4, ["--tp", "4"]), (2, ["--pp", "2"]),
                       (3, ["--pp", "3", "--pp-schedule", "zb-h1"]),
@@ -4721,7 +4753,8 @@ FEWER_BITS_LAYOUTS = ["--dp 2", "--fsdp 2 --zero 1", "--fsdp 2 --zero 2", "--fsd
 
 
 @pytest.mark.parametrize("dtype, layout", [
-    *itertools.product(["fp32", "bf16"], FEWER_BITS_LAYOUTS),
+    *(("fp32", layout) for layout in FEWER_BITS_LAYOUTS[::2]),
+    *(("bf16", layout) for layout in FEWER_BITS_LAYOUTS),
     *(("fp16", layout) for layout in FEWER_BITS_LAYOUTS[::3])])
 def test_fewer_bits_under_every_level_follow_one_process(dtype, layout, train_text):
     """float32 masters and sums: only the order of a few sums differs, so losses stay close."""

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import fcntl
 import importlib.util
 import json
 import math
@@ -265,6 +266,8 @@ def check_flags(args):
                          "--resume")
     if args.out:
         check_writable(args.out)
+        if not args.eval_only:
+            check_free(args.out)
     if args.compile:
         check_compiler()
 
@@ -282,6 +285,25 @@ def check_writable(out):
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ValueError(f"--out {out}: {folder} "
                          f"{'can not be written' if folder.is_dir() else 'is not a folder'}")
+
+
+def check_free(out):
+    """Raises ValueError while another run adds to the folder's metrics.jsonl: open_metrics()."""
+    path = Path(out, "metrics.jsonl")
+    if path.exists():
+        with path.open("rb") as file:
+            take_lock(file, fcntl.LOCK_SH, out)
+
+
+def take_lock(file, kind, out):
+    """Lock a file until it is closed. Raises ValueError when another run has it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another run is writing there; end it first (also one whose "
+                         "torchrun is gone), or give another folder") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def check_compiler():
@@ -902,11 +924,14 @@ def load(run, path, report=print):
 def open_metrics(run):
     """metrics.jsonl, cut back to the steps that the checkpoint knows, ready to be added to.
 
-    Cut where it stands: whenever this is killed, the lines that are to be kept are there.
+    Cut where it stands: whenever this is killed, the lines that are to be kept are there. Locked,
+    so that no second run writes into the folder.
     """
     folder = Path(run.args.out)
     folder.mkdir(parents=True, exist_ok=True)
     path, kept = folder / "metrics.jsonl", 0
+    file = path.open("ab", buffering=0)  # a write tells how much of it the disk took
+    take_lock(file, fcntl.LOCK_EX, run.args.out)
     if path.exists() and run.step:
         for line in path.read_bytes().splitlines(keepends=True):
             try:
@@ -916,7 +941,6 @@ def open_metrics(run):
             if not known:
                 break
             kept += len(line)
-    file = path.open("ab", buffering=0)  # a write tells how much of it the disk took
     file.truncate(kept)
     return file
 
@@ -988,11 +1012,13 @@ def train(run):
 
     Returns True when it came to the end of the run, False when it was asked to stop before.
     """
-    args, asked = run.args, []
+    args, asked, torchrun = run.args, [], dist.is_torchelastic_launched() and os.getppid()
     logger, saver = Logger(run), Saver(run)
     with profiler(run) as profile, stop_signals(asked, args.stop_timeout):
         try:
             while run.step < last_step(args) and not run.stopping:
+                if torchrun and os.getppid() != torchrun:  # no one would end or restart this rank
+                    asked.append("torchrun is gone")
                 logger.step(train_step(run, asked or saver.look()))
                 if profile:
                     profile.step()
@@ -1285,13 +1311,21 @@ def check_parity(plan, mesh, report=print):
 
 # ---- beginning and end of a process ----
 
-def find_store():
+def find_store(patience):
     """The store that all ranks reach, and that outlives a failed collective; None for a process
-    that was started alone."""
+    that was started alone. Raises OSError when it is not there within `patience` seconds."""
     if launched()[1] == 1 and not dist.is_torchelastic_launched():
         return None
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store
+    try:
+        return next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=patience)))[0]
+    except dist.DistError as error:
+        raise OSError(gone(error)) from None
+
+
+def gone(error):
+    """Of a store that can't be reached."""
+    return (f"no answer from torchrun's store at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}")
 
 
 def meet(store, rank, world_size, patience):
@@ -1305,7 +1339,11 @@ def meet(store, rank, world_size, patience):
     mine, until = os.urandom(8).hex(), time.monotonic() + patience
     if rank:
         store.set(f"hello/{rank}", mine)
-        first = store.get(mine).decode()  # waits for it; whoever is not needed, torchrun ends
+        while not store.check([mine]):  # whoever is not needed, torchrun ends
+            if time.monotonic() > until:
+                raise OSError(f"rank 0 did not start within {patience:g} s (--collective-timeout)")
+            time.sleep(0.005)
+        first = store.get(mine).decode()
         store.set(f"{first}/{rank}", "here")
         return dist.PrefixStore(first, store)
     late = set(range(1, world_size))
@@ -1411,7 +1449,7 @@ def main(argv=None):
     report = print if rank == 0 else quiet  # one rank speaks for all
     launch = store = None
     try:
-        launch = find_store()
+        launch = find_store(min(max(1, args.collective_timeout), 1e9))
         plan = prepare(args, report, restarted=launch is not None and launch.check([BEGUN]))
     except (ValueError, OSError) as error:
         return refuse("train.py", error)
@@ -1426,7 +1464,10 @@ def main(argv=None):
             end_failed(store, rank, f"train.py: rank {rank}: {error}")
         print(f"train.py: {error}", file=sys.stderr)
         return 1
-    except Exception:
+    except Exception as error:
+        if not store and isinstance(error, dist.DistError):
+            print(f"train.py: rank {rank}: {gone(error)}", file=sys.stderr)
+            return 1
         if not store:
             raise
         end_failed(store, rank, f"train.py: rank {rank} failed:\n{traceback.format_exc()}")
