@@ -199,8 +199,17 @@ def publish(partial, whole, run, keep):
         shutil.rmtree(whole)
     os.rename(partial, whole)
     flush(whole.parent)
-    for old in steps_in(whole.parent)[keep:] if keep else []:
-        shutil.rmtree(old)
+    if keep:
+        prune(whole, keep)
+
+
+def prune(newest, keep):
+    """Leave, besides the newest checkpoint, the keep - 1 whole ones before it: damaged ones, and
+    those of later steps, which a resumed run has passed over, are no use to any."""
+    step, others = int(STEP.fullmatch(newest.name)[1]), steps_in(newest.parent)
+    before = [p for p in others if int(STEP.fullmatch(p.name)[1]) < step and damage(p) is None]
+    for path in set(others) - {newest, *before[:keep - 1]}:
+        shutil.rmtree(path)
 
 
 def write_tensors(tensors, path, group):

@@ -265,10 +265,12 @@ def place_stages(name, p, virtual, n_layers=None):
         raise ValueError(f"schedule {name} has {v} stage{'s' * (v > 1)} a rank, not virtual stages="
                          f"{virtual}; use 1, or schedule interleaved")
     if n_layers is not None and n_layers < p * v:
+        fits = [f"pp={n_layers // v} or less"] * (n_layers // v > (v > 1))
+        if v > 1 and n_layers >= p:
+            fits += [f"virtual stages={n_layers // p}"] * (name == "interleaved") + ["schedule 1f1b"]
         raise ValueError(f"pp={p} with {v} stage{'s' * (v > 1)} a rank makes {p * v} stages, and "
-                         f"the model has n_layers={n_layers}; each stage needs a block: use pp="
-                         f"{max(n_layers // v, 1)} or less"
-                         + ", or schedule 1f1b" * (v > 1 and p <= n_layers))
+                         f"the model has n_layers={n_layers}; each stage needs a block: use "
+                         + one_of(fits or [f"schedule 1f1b with pp={n_layers} or less"]))
     return v_placement(p) if name in ("zb-v", "dualpipe-v") else loop_placement(p, v)
 
 

@@ -1779,6 +1779,18 @@ def test_saving_a_step_again_replaces_it_and_old_ones_go(tmp_path):
     assert w.item() == 4
 
 
+def test_damaged_checkpoints_and_later_ones_count_for_nothing(tmp_path):
+    """A run that went on from step 4, since step 6 was damaged: what it saves at step 5 stays."""
+    for step in (2, 3, 4, 6):
+        checkpoint.save(tmp_path, step, {"model.w": torch.ones(500)}, {})
+    for step in (3, 6):
+        os.truncate(next((tmp_path / f"checkpoints/step-{step}").glob("*.distcp")), 100)
+    for keep, left in ((0, "2 3 4 5 6"), (3, "2 4 5"), (1, "5")):
+        checkpoint.save(tmp_path, 5, {"model.w": torch.ones(500)}, {}, keep)
+        found = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+        assert found == [f"step-{n}" for n in left.split()]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
     torch.manual_seed(0)
@@ -2203,6 +2215,28 @@ def test_a_signal_saves_after_the_running_step_and_exits_0(train_text, tmp_path,
     assert f"stopped after step {len(_train_metrics(out))}" in rest
 
 
+@pytest.mark.parametrize("where, trains, code", [("build", True, 0), ("report_validation", True, 0),
+                                                 ("report_validation", False, -signal.SIGTERM)])
+def test_a_signal_outside_the_steps_ends_a_run_that_has_nothing_to_save(
+        where, trains, code, train_text, tmp_path):
+    script = ("import os, signal, sys, time, train\n"
+              "def told(*args): os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+              f"train.{where} = told\n"
+              "sys.exit(train.main(sys.argv[1:]))\n")
+    out = str(tmp_path / "out")
+    flags = _train_flags(train_text, "--out", out, "--steps", "1")
+    if not trains:
+        assert train.main(flags) == 0
+        flags += ["--resume", "--eval-only"]
+    child = subprocess.run([sys.executable, "-c", script, *flags], cwd=HERE, text=True,
+                           capture_output=True, timeout=50)
+    assert child.returncode in (code, 128 - code), child.stderr
+    if trains:
+        assert {"build": "SIGTERM before the first step: ended, no checkpoint had been written",
+                "report_validation": "SIGTERM after the last step: ended, --resume goes on from the"
+                                     " last checkpoint, step-1"}[where] in child.stdout
+
+
 def _train_reference(run, batch):
     """Loss and gradients of the whole batch at once, by torch's own cross-entropy."""
     logits = F.linear(run.model(batch.tokens, document_ids=batch.document_ids,
@@ -2553,8 +2587,9 @@ def test_a_save_that_fails_warns_or_stops_when_strict(train_text, tmp_path, stri
         [sys.executable, "-c", TRAIN_ON_A_FULL_DISK, *_train_flags(
             train_text, "--steps", "2", "--save-every", "1", "--out", out),
          *["--strict-save"] * strict, *more], cwd=HERE, capture_output=True, text=True, timeout=100)
-    assert child.returncode == int(strict), child.stderr
-    assert len(child.stderr.splitlines()) == (1 if strict else 2), child.stderr
+    assert child.returncode == 1, child.stderr
+    assert len(child.stderr.splitlines()) == (1 if strict else 3), child.stderr
+    assert strict or "the steps after step 0 are lost" in child.stderr.splitlines()[-1]
     assert "step-1.partial" in child.stderr and ("warning" in child.stderr) != strict
     assert not any(Path(out, "checkpoints").iterdir())
     # A save in the background may have failed only after another step.
@@ -2583,6 +2618,32 @@ def test_a_failure_in_the_background_is_told_before_the_next_save(train_text, tm
     assert not saver.look() and "warning: checkpoint of step 0" in capsys.readouterr().err
     saver.finish()
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--async-save"]])
+def test_the_end_of_a_run_fails_only_if_its_last_state_is_not_saved(train_text, tmp_path, more,
+                                                                    monkeypatch):
+    run = _train_run(train_text, "--out", str(tmp_path / "out"), "--steps", "9", *more)
+    saver, publish, room = train.Saver(run), checkpoint.publish, True
+
+    def full(*args):
+        if not room:
+            raise OSError(28, "No space left on device")
+        publish(*args)
+    monkeypatch.setattr(checkpoint, "publish", full)
+    for run.step, room, written in ((1, True, 1), (2, False, 1), (3, True, 3), (4, False, 3)):
+        saver.save()
+        saver.finish()
+        assert saver.written == written
+    for room in (True, False):  # that of step 4 is not tried again
+        with pytest.raises(OSError, match="the steps after step 3 are lost: .*step-3"):
+            saver.close()
+    run.step = 5
+    with pytest.raises(OSError, match="the steps after step 3 are lost: .*step-3"):
+        saver.close()
+    run.step, room = 6, True
+    saver.close()
+    assert checkpoint.newest(tmp_path / "out").name == "step-6"
 
 
 def test_the_profile_is_a_chrome_trace(train_text, tmp_path):
@@ -3717,8 +3778,14 @@ def test_both_ends_copies_of_a_tied_matrix_stay_equal_bit_for_bit(layout, train_
     (("interleaved", 4, 6), "use 4 or 8 microbatches"),
     (("1f1b", 4, 8, 2), "schedule 1f1b has 1 stage a rank"),
     (("zb-v", 4, 8, 3), "schedule zb-v has 2 stages a rank"),
-    (("interleaved", 4, 8, 2, 7), "makes 8 stages, and the model has n_layers=7"),
-    (("zb-v", 4, 8, 1, 7), "makes 8 stages, and the model has n_layers=7")])
+    (("interleaved", 4, 8, 2, 7), "makes 8 stages, and the model has n_layers=7; each stage needs "
+     "a block: use pp=3 or less, virtual stages=1 or schedule 1f1b"),
+    (("interleaved", 4, 8, 5, 8), "use virtual stages=2 or schedule 1f1b"),
+    (("1f1b", 4, 8, 1, 1), "n_layers=1; each stage needs a block: use pp=1 or less"),
+    (("zb-v", 4, 8, 1, 3), "n_layers=3; each stage needs a block: use schedule 1f1b with pp=3 or "
+     "less"),
+    (("zb-v", 4, 8, 1, 7), "n_layers=7; each stage needs a block: use pp=3 or less or schedule 1f1b"
+     )])
 def test_schedules_that_can_not_be_are_refused_with_what_can(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         pipeline.check(*arguments)
@@ -4690,6 +4757,20 @@ def _layout_flags(text):
             "--dtype", "fp64", "--lr-schedule", "constant"]
 
 
+def _layout_validation(rank, n, flags):
+    return train.evaluate(train.build(*_layout_plan(rank, n, flags), train.quiet))
+
+
+def test_validation_takes_any_batch(train_text, tmp_path):
+    """Of four sequences two ranks have two each, and the third none."""
+    out = str(tmp_path / "out")
+    alone = ranks(1, _layout_run, [*_layout_flags(train_text), "--steps", "1", "--out", out])[0][1]
+    found = ranks(3, _layout_validation, [
+        *_layout_flags(train_text), "--init-from", out, "--eval-only", "--fsdp", "3",
+        "--batch-size", "4", "--micro-batch-size", "3"])
+    assert found == pytest.approx([alone] * 3, rel=1e-12)
+
+
 def _layout_close(run, reference, first):
     found, validation, weights = run
     for ours, expected in zip(found, reference[0][first:]):
@@ -4934,6 +5015,26 @@ def test_a_signal_to_one_rank_or_all_stops_all_after_the_same_step(victims, more
     assert checkpoint.newest(out).name == f"step-{steps}" and 2 <= steps < 400
 
 
+@pytest.mark.parametrize("signs, failures, words", [
+    ({"ended/1", "ended/3"}, 0, "no sign of rank 2: it died or is stuck"),
+    ({"ended/1", "waits/3"}, 0, "no sign of rank 2: it died or is stuck"),
+    ({"waits/1", "waits/3"}, 0, "no sign of rank 2"),
+    ({"ended/1"}, 0, "no sign of rank 2, 3: one of them died"),
+    ({"ended/1", "waits/2", "waits/3"}, 0, "no sign of rank 2, 3"),
+    ({"ended/1", "ended/2", "ended/3"}, 0, "every rank is still there"),
+    ({"ended/1", "ended/2", "ended/3"}, 1, None)])
+def test_who_is_gone_is_whoever_gave_no_sign(signs, failures, words, capsys, monkeypatch):
+    store = dist.HashStore()
+    for sign in signs:
+        store.set(sign, "")
+    store.add("failures", failures)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for said in (words, None):  # the second rank that ends says nothing
+        with pytest.raises(SystemExit):
+            train.end_abandoned(store, 0, 4, "all_reduce failed", None, patience=0.3)
+        assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
+
+
 def test_a_rank_that_fails_shows_its_own_traceback_once(train_text, tmp_path):
     """metrics.jsonl is a folder: rank 0 alone can't go on."""
     out = tmp_path / "out"
@@ -4958,7 +5059,8 @@ def test_two_nodes_are_one_run(train_text, tmp_path):
 
 
 def test_wrong_layouts_are_refused_once_with_the_numbers(train_text):
-    process = _torchrun(2, *_train_flags(train_text), "--fsdp", "3")
+    process = _torchrun(2, *_train_flags(train_text), "--fsdp", "3", launcher=[
+        "--max-restarts", "1", "--master-port", str(_free_port())])
     said = process.communicate(timeout=60)[0]
     line = "train.py: pp 1 x fsdp 3 x cp 1 x tp 1 = 3 does not divide the 2 ranks"
     assert said.count(line) == 1 and "exitcode  : 2" in said, said

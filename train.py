@@ -186,7 +186,7 @@ def check_layout(args, world_size):
     if args.zero is None:
         args.zero = 0 if args.fsdp == 1 else 3 if args.pp == 1 else 1
     readers = args.dp * args.fsdp
-    if args.batch_size % readers:
+    if args.batch_size % readers and not getattr(args, "eval_only", False):  # any number will do
         below = args.batch_size // readers * readers
         raise ValueError(f"--batch-size {args.batch_size} can't be divided among dp {args.dp} x "
                          f"fsdp {args.fsdp} = {readers} ranks; use "
@@ -862,6 +862,7 @@ class Saver:
 
     def __init__(self, run):
         self.run, self.step = run, run.step  # of the newest save, or of where the run began
+        self.written = run.step              # of the newest that succeeded
         self.background = checkpoint.Background(save_group(run)) if run.args.async_save else None
 
     def save(self):
@@ -884,19 +885,31 @@ class Saver:
 
     def finish(self):
         """Return when no save is under way any more."""
-        if self.background:
+        if self.background and self.background.running:
             self._attempt(self.background.wait)
+
+    def close(self):
+        """After the last step: save it, if it is not saved. Raises OSError when that fails."""
+        self.finish()
+        if self.run.args.out and self.step != self.run.step:
+            self.save()
+            self.finish()
+        if self.run.args.out and self.written != self.run.step:
+            raise OSError(f"the steps after step {self.written} are lost: "
+                          f"{what_stands(self.run.args.out)}")
 
     def _attempt(self, save):
         try:
             save()
+            self.written = self.step
         except OSError as error:
             what = f"checkpoint of step {self.step} not written ({error})"
             if self.run.args.strict_save:
                 raise OSError(f"{what}; --strict-save ends the run here") from error
+            ended = self.run.stopping or self.run.step == last_step(self.run.args)
             if self.run.mesh.rank == 0:
-                print(f"warning: {what}; training goes on. --strict-save would stop here",
-                      file=sys.stderr, flush=True)
+                print(f"warning: {what}" + ("" if ended else "; training goes on. --strict-save "
+                      "would stop here"), file=sys.stderr, flush=True)
 
 
 def check_same_data(args, path, stream):
@@ -1007,19 +1020,21 @@ def last_step(args):
     return min(args.steps, args.stop_after or args.steps)
 
 
-def train(run):
+def train(run, told=None):
     """The loop: steps until the last one or a signal, with validations and checkpoints between.
 
-    Returns True when it came to the end of the run, False when it was asked to stop before.
+    told: of the signals that came before. Returns True when it came to the end of the run, False
+    when it was asked to stop. Raises OSError when the run's last state could not be saved.
     """
-    args, asked, torchrun = run.args, [], dist.is_torchelastic_launched() and os.getppid()
+    args, told = run.args, told or Told(run.args)
+    torchrun = dist.is_torchelastic_launched() and os.getppid()
     logger, saver = Logger(run), Saver(run)
-    with profiler(run) as profile, stop_signals(asked, args.stop_timeout):
+    with profiler(run) as profile, told.training():
         try:
             while run.step < last_step(args) and not run.stopping:
                 if torchrun and os.getppid() != torchrun:  # no one would end or restart this rank
-                    asked.append("torchrun is gone")
-                logger.step(train_step(run, asked or saver.look()))
+                    told.signals.append("torchrun is gone")
+                logger.step(train_step(run, told.signals or saver.look()))
                 if profile:
                     profile.step()
                 if args.save_every and run.step % args.save_every == 0:
@@ -1032,42 +1047,68 @@ def train(run):
             saver.finish()
             raise
         logger.close()
-        saver.finish()
-        if args.out and saver.step != run.step:
-            saver.save()
-            saver.finish()
+        saver.close()
     if run.stopping and run.mesh.rank == 0:
-        why = asked[0] if asked else "another rank was told to stop"
+        why = told.signals[0] if told.signals else "another rank was told to stop"
         print(f"{why}: stopped after step {run.step}" + (
             f", saved in {args.out}; --resume goes on from here" if args.out else ""), flush=True)
-    return run.step >= args.steps
+    return run.step >= args.steps and not run.stopping
 
 
-@contextlib.contextmanager
-def stop_signals(asked, timeout=math.inf):
-    """SIGTERM and SIGINT only put their name into the list `asked`, while this lasts.
+class Told:
+    """What signals have told this process. `signals`: their names. A run stops for them after a
+    step, if it is at its steps; see watch() for the rest.
 
-    When, from then on, one collective takes longer than `timeout` seconds, the process ends.
-    Nothing is saved: the last checkpoint stands.
+    store: of the ranks, to leave a sign of life in.
     """
-    def watch(over):
-        woken = time.monotonic()
+
+    def __init__(self, args, store=None):
+        self.args, self.store, self.signals, self.at = args, store, [], "before the first step"
+
+    def until_the_end(self):
+        """Context of everything but the steps: SIGTERM does not end the process there and then.
+        torchrun sends it as soon as another rank has died, when this one is about to notice and to
+        say which."""
+        return handled((signal.SIGTERM,), self.note, self.watch)
+
+    @contextlib.contextmanager
+    def training(self):
+        """Context of the steps: SIGTERM and SIGINT ask for a stop, and do nothing else."""
+        self.at = None
+        with handled((signal.SIGTERM, signal.SIGINT), self.note, self.watch):
+            yield
+        self.at = "after the last step"
+
+    def note(self, number, frame):
+        self.signals.append(signal.Signals(number).name)
+
+    def watch(self, over):
+        """From the first signal on, in a thread: when --stop-timeout has passed, end the process if
+        it waits all that time for other ranks (nothing is saved: the last checkpoint stands), or if
+        there are no steps now after which it could stop, and nothing to save."""
+        limit, woken, (rank, world_size) = self.args.stop_timeout, time.monotonic(), launched()
+        signed = not self.store
         while not over.wait(0.2):
-            if ledger.waiting and time.monotonic() - max(ledger.waiting[2], woken) > timeout:
-                operation, axis, _ = ledger.waiting
-                print(f"train.py: told to stop, and {operation} over {axis} took longer than "
-                      f"--stop-timeout {timeout:g} s; ending without saving", file=sys.stderr)
+            now, waiting = time.monotonic(), ledger.waiting
+            if waiting and not signed:
+                signed = True
+                with contextlib.suppress(RuntimeError):  # the store is a process too
+                    self.store.set(f"waits/{rank}", "")
+            if self.at and (now - woken > limit or world_size == 1):
+                self.end_outside_steps(rank)
+            if waiting and now - max(waiting[2], woken) > limit:
+                print(f"train.py: told to stop, and {waiting[0]} over {waiting[1]} took longer than"
+                      f" --stop-timeout {limit:g} s; ending without saving", file=sys.stderr)
                 os._exit(1)
-    with handled((signal.SIGTERM, signal.SIGINT),
-                 lambda number, frame: asked.append(signal.Signals(number).name), watch):
-        yield
 
-
-def patient(seconds=8.0):
-    """SIGTERM ends the process only after some seconds: torchrun sends it as soon as another rank
-    has died, when this one is about to notice and to say which."""
-    return handled((signal.SIGTERM,), lambda number, frame: None,
-                   lambda over: over.wait(seconds) or os._exit(128 + signal.SIGTERM))
+    def end_outside_steps(self, rank):
+        """A training run has lost nothing then; others have not done what they were started for."""
+        trains = not (self.args.eval_only or self.args.check_parity)
+        if rank == 0:
+            why = f"{self.signals[0]} {self.at}" if trains else self.signals[0]
+            print(f"{why}: ended" + (f", {what_stands(self.args.out)}" if trains else ""),
+                  flush=True)
+        os._exit(0 if trains else 128 + signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -1398,16 +1439,18 @@ def end_abandoned(store, rank, world_size, error, out, patience=4.0):
     """A collective failed because another rank is gone: find out which, say it once, and end."""
     try:
         store.set(f"ended/{rank}", "in a collective")
-        others, until = set(range(world_size)) - {rank}, time.monotonic() + patience
-        while not store.check([f"ended/{r}" for r in others]) and time.monotonic() < until:
-            time.sleep(0.1)
-        gone = [r for r in others if not store.check([f"ended/{r}"])]
-        first = min(set(range(world_size)) - set(gone))
-        failed = store.add("failures", 0)
-    except RuntimeError:  # DistStoreError: the store is a process too
-        gone, first, failed = ["that keeps the store (rank 0)"], rank, 0
-    if rank == first and not failed:
+        until, others = time.monotonic() + patience, [r for r in range(world_size) if r != rank]
+
+        def without(*signs):
+            return [r for r in others if not any(store.check([f"{s}/{r}"]) for s in signs)]
         # one that waits for this very rank does not notice before this one ends
+        while without("ended", "waits") and time.monotonic() < until:
+            time.sleep(0.1)
+        gone = without("ended", "waits") or without("ended")
+        speaks = store.add("failures", 0) == 0 and store.add("abandoned", 1) == 1
+    except RuntimeError:  # DistStoreError: the store is a process too
+        gone, speaks = ["that keeps the store (rank 0)"], True
+    if speaks:
         fate = "it died or is stuck" if len(gone) == 1 else "one of them died or is stuck"
         who = (f"no sign of rank {', '.join(map(str, gone))}: {fate}" if gone
                else "every rank is still there")
@@ -1416,7 +1459,7 @@ def end_abandoned(store, rank, world_size, error, out, patience=4.0):
     os._exit(1)
 
 
-def run_plan(plan, report, store):
+def run_plan(plan, report, store, told):
     """Everything after the group has formed. Returns the exit code."""
     args, (rank, world_size) = plan.args, launched()
     mesh = Mesh(world_size, rank, time_limit(args), **layout_of(args))
@@ -1433,7 +1476,7 @@ def run_plan(plan, report, store):
         if store:
             store.set(BEGUN, args.out or "")
     try:
-        if args.eval_only or train(run):
+        if args.eval_only or train(run, told):
             report_validation(run)
     except FloatingPointError as error:  # of sums over all ranks, so every rank is here
         report(f"train.py: {error}", file=sys.stderr)
@@ -1452,11 +1495,14 @@ def main(argv=None):
         launch = find_store(min(max(1, args.collective_timeout), 1e9))
         plan = prepare(args, report, restarted=launch is not None and launch.check([BEGUN]))
     except (ValueError, OSError) as error:
+        if launch and launch.add(f"refused {rank}: {error}", 1) > 1:
+            return 2  # torchrun has started this again, and it was said
         return refuse("train.py", error)
     try:
         store = join(plan, launch)
-        with patient() if store else contextlib.nullcontext():
-            code = run_plan(plan, report, launch)
+        told = Told(args, store)
+        with told.until_the_end():
+            code = run_plan(plan, report, launch, told)
     except CollectiveError as error:
         end_abandoned(store, rank, world_size, error, args.out)
     except OSError as error:
