@@ -267,7 +267,8 @@ def place_stages(name, p, virtual, n_layers=None):
     if n_layers is not None and n_layers < p * v:
         fits = [f"pp={n_layers // v} or less"] * (n_layers // v > (v > 1))
         if v > 1 and n_layers >= p:
-            fits += [f"virtual stages={n_layers // p}"] * (name == "interleaved") + ["schedule 1f1b"]
+            fits += [f"virtual stages={n_layers // p}"] * (name == "interleaved")
+            fits += ["schedule 1f1b"]
         raise ValueError(f"pp={p} with {v} stage{'s' * (v > 1)} a rank makes {p * v} stages, and "
                          f"the model has n_layers={n_layers}; each stage needs a block: use "
                          + one_of(fits or [f"schedule 1f1b with pp={n_layers} or less"]))
