@@ -1023,18 +1023,19 @@ def last_step(args):
 def train(run, told=None):
     """The loop: steps until the last one or a signal, with validations and checkpoints between.
 
-    told: of the signals that came before. Returns True when it came to the end of the run, False
-    when it was asked to stop. Raises OSError when the run's last state could not be saved.
+    told: by signals, to stop. Returns True when it came to the end of the run, False when it was
+    asked to stop. Raises OSError when the run's last state could not be saved.
     """
     args, told = run.args, told or Told(run.args)
     torchrun = dist.is_torchelastic_launched() and os.getppid()
     logger, saver = Logger(run), Saver(run)
-    with profiler(run) as profile, told.training():
+    told.at = None
+    with profiler(run) as profile:
         try:
             while run.step < last_step(args) and not run.stopping:
                 if torchrun and os.getppid() != torchrun:  # no one would end or restart this rank
-                    told.signals.append("torchrun is gone")
-                logger.step(train_step(run, told.signals or saver.look()))
+                    told.why = "torchrun is gone"
+                logger.step(train_step(run, told.why or saver.look()))
                 if profile:
                     profile.step()
                 if args.save_every and run.step % args.save_every == 0:
@@ -1048,95 +1049,74 @@ def train(run, told=None):
             raise
         logger.close()
         saver.close()
-    if run.stopping and run.mesh.rank == 0:
-        why = told.signals[0] if told.signals else "another rank was told to stop"
-        print(f"{why}: stopped after step {run.step}" + (
+    if not run.stopping:
+        told.at = "after the last step"
+    elif run.mesh.rank == 0:
+        print(f"{told.why or 'another rank was told to stop'}: stopped after step {run.step}" + (
             f", saved in {args.out}; --resume goes on from here" if args.out else ""), flush=True)
     return run.step >= args.steps and not run.stopping
 
 
 class Told:
-    """What signals have told this process. `signals`: their names. A run stops for them after a
-    step, if it is at its steps; see watch() for the rest.
+    """What signals tell this process: a context in which SIGTERM and SIGINT do not end it there and
+    then. `why`: what the run is to stop for, None at first. At its steps it does so after the next;
+    watch() sees to the rest.
 
-    store: of the ranks, to leave a sign of life in.
+    A rank that waits in a collective for one that is gone would not even notice a signal: Python
+    runs handlers between two of its own instructions. So the system also writes its number into a
+    socket, at which a thread waits. store: of the ranks, to leave a sign of life in.
     """
 
     def __init__(self, args, store=None):
-        self.args, self.store, self.signals, self.at = args, store, [], "before the first step"
+        self.args, self.store, self.why = args, store, None
+        self.at = "before the first step"  # None: at the steps, or saving them
 
-    def until_the_end(self):
-        """Context of everything but the steps: SIGTERM does not end the process there and then.
-        torchrun sends it as soon as another rank has died, when this one is about to notice and to
-        say which."""
-        return handled((signal.SIGTERM,), self.note, self.watch)
+    def __enter__(self):
+        self.over, (reader, self.writer) = threading.Event(), socket.socketpair()
+        self.writer.setblocking(False)
+        self.before = {number: signal.signal(number, lambda *_: None)
+                       for number in (signal.SIGTERM, signal.SIGINT)}
+        self.fd_before = signal.set_wakeup_fd(self.writer.fileno())
+        threading.Thread(target=self.watch, args=(reader,), daemon=True).start()
+        return self
 
-    @contextlib.contextmanager
-    def training(self):
-        """Context of the steps: SIGTERM and SIGINT ask for a stop, and do nothing else."""
-        self.at = None
-        with handled((signal.SIGTERM, signal.SIGINT), self.note, self.watch):
-            yield
-        self.at = "after the last step"
+    def __exit__(self, kind, *_):
+        for number, handler in self.before.items():
+            # torchrun sends SIGTERM as soon as another rank has died, when this is about to say who
+            signal.signal(number, signal.SIG_IGN if kind is CollectiveError else handler)
+        signal.set_wakeup_fd(self.fd_before)
+        self.over.set()
+        self.writer.close()
 
-    def note(self, number, frame):
-        self.signals.append(signal.Signals(number).name)
-
-    def watch(self, over):
-        """From the first signal on, in a thread: when --stop-timeout has passed, end the process if
-        it waits all that time for other ranks (nothing is saved: the last checkpoint stands), or if
-        there are no steps now after which it could stop, and nothing to save."""
-        limit, woken, (rank, world_size) = self.args.stop_timeout, time.monotonic(), launched()
-        signed = not self.store
-        while not over.wait(0.2):
+    def watch(self, reader):
+        """From the first signal on: when --stop-timeout has passed, end the process if it waits all
+        that time for other ranks (nothing is saved: the last checkpoint stands), or if there are no
+        steps now after which it could stop, and nothing to save."""
+        number = reader.recv(1)
+        if not number:  # closed: there was none
+            return
+        self.why, told, signed = signal.Signals(number[0]).name, time.monotonic(), not self.store
+        limit, (rank, world_size) = self.args.stop_timeout, launched()
+        while not self.over.wait(0.2):
             now, waiting = time.monotonic(), ledger.waiting
             if waiting and not signed:
                 signed = True
                 with contextlib.suppress(RuntimeError):  # the store is a process too
                     self.store.set(f"waits/{rank}", "")
-            if self.at and (now - woken > limit or world_size == 1):
-                self.end_outside_steps(rank)
-            if waiting and now - max(waiting[2], woken) > limit:
+            if self.at and (now - told > limit or world_size == 1):
+                self.end_outside_steps(rank, number[0])
+            if waiting and now - max(waiting[2], told) > limit:
                 print(f"train.py: told to stop, and {waiting[0]} over {waiting[1]} took longer than"
                       f" --stop-timeout {limit:g} s; ending without saving", file=sys.stderr)
                 os._exit(1)
 
-    def end_outside_steps(self, rank):
+    def end_outside_steps(self, rank, number):
         """A training run has lost nothing then; others have not done what they were started for."""
         trains = not (self.args.eval_only or self.args.check_parity)
         if rank == 0:
-            why = f"{self.signals[0]} {self.at}" if trains else self.signals[0]
-            print(f"{why}: ended" + (f", {what_stands(self.args.out)}" if trains else ""),
-                  flush=True)
-        os._exit(0 if trains else 128 + signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def handled(numbers, note, watch):
-    """While this lasts, note(number, frame) is the handler of these signals, and from the first one
-    on watch(over) runs in a thread, until the event `over`.
-
-    A rank that waits in a collective for one that is gone would not even notice the signal: Python
-    runs handlers between two of its own instructions. So the system also writes a byte into a
-    socket, which wakes the thread.
-    """
-    over = threading.Event()
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = {number: signal.signal(number, note) for number in numbers}
-    fd_before = signal.set_wakeup_fd(writer.fileno())
-    threading.Thread(target=lambda: reader.recv(1) and watch(over), daemon=True).start()
-    try:
-        yield
-    except CollectiveError:  # torchrun's SIGTERM must not end this before it has said who is gone
-        before = {number: signal.SIG_IGN for number in before}
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(fd_before)
-        over.set()
-        writer.close()
+            print(f"{self.why} {self.at}: ended, {what_stands(self.args.out)}" if trains
+                  else f"{self.why}: ended", flush=True)
+        os._exit(0 if trains else 128 + number)
 
 
 def profiler(run):
@@ -1500,8 +1480,7 @@ def main(argv=None):
         return refuse("train.py", error)
     try:
         store = join(plan, launch)
-        told = Told(args, store)
-        with told.until_the_end():
+        with Told(args, store) as told:
             code = run_plan(plan, report, launch, told)
     except CollectiveError as error:
         end_abandoned(store, rank, world_size, error, args.out)
