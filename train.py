@@ -1095,20 +1095,25 @@ class Told:
         number = reader.recv(1)
         if not number:  # closed: there was none
             return
-        self.why, told, signed = signal.Signals(number[0]).name, time.monotonic(), not self.store
+        self.why, told = signal.Signals(number[0]).name, time.monotonic()
         limit, (rank, world_size) = self.args.stop_timeout, launched()
+        # a thread, since the store's lock is taken while a collective waits in it
+        sign = threading.Thread(target=self.sign, args=(rank,), daemon=True)
         while not self.over.wait(0.2):
             now, waiting = time.monotonic(), ledger.waiting
-            if waiting and not signed:
-                signed = True
-                with contextlib.suppress(RuntimeError):  # the store is a process too
-                    self.store.set(f"waits/{rank}", "")
+            if waiting and self.store and not sign.ident:
+                sign.start()
             if self.at and (now - told > limit or world_size == 1):
                 self.end_outside_steps(rank, number[0])
             if waiting and now - max(waiting[2], told) > limit:
                 print(f"train.py: told to stop, and {waiting[0]} over {waiting[1]} took longer than"
                       f" --stop-timeout {limit:g} s; ending without saving", file=sys.stderr)
                 os._exit(1)
+
+    def sign(self, rank):
+        """For end_abandoned() on other ranks: this one is there, and may not notice for long."""
+        with contextlib.suppress(RuntimeError):  # the store is a process too
+            self.store.set(f"waits/{rank}", "")
 
     def end_outside_steps(self, rank, number):
         """A training run has lost nothing then; others have not done what they were started for."""
