@@ -242,6 +242,8 @@ def through_dcp(operation, tensors, path, planner, group=None):
                       no_dist=not on_several_ranks())
     except dcp().api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
+        if "unexpected pos" in str(cause):  # how torch says it
+            cause = "a file could not be written to its end, as on a full disk"
         raise OSError(f"{path}: {cause}") from error
 
 
